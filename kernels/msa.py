@@ -1,0 +1,174 @@
+"""MSA (MiniMax sparse attention): the torch reference.
+
+A light indexer scores every key of the context with one index query for each KV group against one shared index key, takes the
+maximum over each block of 128 keys, and the query attends exactly to its top 16 blocks, the block it stands in among them.
+Blocks are anchored at each sequence's start. Scores and softmax are fp32.
+
+All functions work on a padded batch: queries [R, Q, ...] and keys [R, K, ...] of R sequences, where key j of a row is the key at
+position j and `q_pos` [R, Q] is the absolute position of a query, or -1 for padding. Packed training batches and paged engine
+batches are brought into this form by `pad_packed` here and by the engine's page gather.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FORCED_INIT, _FORCED_LOCAL = 1e30, 1e29  # above any score; as upstream orders them
+
+
+class SparseConfig(NamedTuple):
+    """Block choice of one layer."""
+
+    block: int = 128
+    topk: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+
+
+def select_blocks(index_q: Tensor, index_k: Tensor, q_pos: Tensor, config: SparseConfig) -> Tensor:
+    """Choose KV blocks.
+
+    Args:
+        index_q: [R, Q, G, D], one index query a KV group. index_k: [R, K, D], shared by the groups.
+        q_pos: int [R, Q], absolute position, -1 for padding.
+    Returns:
+        int32 [R, Q, G, topk]: ascending block ids, then -1. Ties go to the lower block.
+    """
+    keys = index_k.shape[1]
+    blocks = -(-keys // config.block)
+    scores = torch.einsum("rqgd,rkd->rqgk", index_q.float(), index_k.float())
+    visible = torch.arange(keys, device=q_pos.device) <= q_pos[..., None]
+    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
+    scores = torch.nn.functional.pad(scores, (0, blocks * config.block - keys), value=float("-inf"))
+    scores = scores.unflatten(-1, (blocks, config.block)).amax(-1)
+    block_id = torch.arange(blocks, device=q_pos.device)
+    own = torch.div(q_pos, config.block, rounding_mode="floor")[..., None]  # -1 for padding
+    valid = (block_id <= own) & (q_pos >= 0)[..., None]
+    scores = scores.masked_fill((valid & (block_id < config.init_blocks))[:, :, None], _FORCED_INIT)
+    scores = scores.masked_fill((valid & (block_id > own - config.local_blocks))[:, :, None], _FORCED_LOCAL)
+    top = scores.sort(dim=-1, descending=True, stable=True)
+    kept = min(config.topk, blocks)
+    ids = top.indices[..., :kept].masked_fill(top.values[..., :kept] == float("-inf"), blocks)
+    ids = ids.sort(dim=-1).values
+    ids = ids.masked_fill(ids == blocks, -1).int()
+    return torch.nn.functional.pad(ids, (0, config.topk - kept), value=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, scale: float, blocks: Tensor | None = None, block: int = 128) -> Tensor:
+    """Causal attention, over chosen blocks where given.
+
+    Args:
+        q: [R, Q, H, D]. k, v: [R, K, G, D] with H a multiple of G. q_pos: int [R, Q], -1 for padding.
+        blocks: int32 [R, Q, G, n] block ids, -1 for none; None attends to the whole prefix.
+    Returns:
+        [R, Q, H, D] in q's dtype; zeros at padding.
+    """
+    rows, queries, heads, dim = q.shape
+    keys, groups = k.shape[1], k.shape[2]
+    grouped = q.float().view(rows, queries, groups, heads // groups, dim)
+    if blocks is not None and queries == 1 and keys > blocks.shape[-1] * block:
+        # Decode over a long context: read only the chosen blocks.
+        k, v, key_pos = _gather_blocks(k, v, blocks[:, 0], block)
+        allowed = (key_pos >= 0) & (key_pos <= q_pos[:, :1, None])  # [R, G, n * block]
+        scores = torch.einsum("rqghd,rgkd->rghqk", grouped, k.float()) * scale
+        weights = _softmax(scores, allowed[:, :, None, None])
+        out = torch.einsum("rghqk,rgkd->rqghd", weights, v.float())
+        return out.reshape(q.shape).to(q.dtype)
+    allowed = (torch.arange(keys, device=q.device) <= q_pos[..., None])[:, :, None]  # [R, Q, 1, K]
+    if blocks is not None:
+        allowed = allowed & _block_mask(blocks, keys, block)
+    scores = torch.einsum("rqghd,rkgd->rghqk", grouped, k.float()) * scale
+    weights = _softmax(scores, allowed.transpose(1, 2)[:, :, None])
+    return torch.einsum("rghqk,rkgd->rqghd", weights, v.float()).reshape(q.shape).to(q.dtype)
+
+
+def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    # A padding row allows no key: its softmax would be NaN, so it is given zeros through a finite floor and a mask.
+    scores = scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return scores.softmax(-1) * allowed
+
+
+def _block_mask(blocks: Tensor, keys: int, block: int) -> Tensor:
+    """bool [R, Q, G, K]: does the key's block stand among the chosen ones?"""
+    count = -(-keys // block)
+    chosen = torch.zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool, device=blocks.device)
+    chosen.scatter_(-1, torch.where(blocks < 0, count, blocks).long(), True)
+    return chosen[..., :count].repeat_interleave(block, dim=-1)[..., :keys]
+
+
+def _gather_blocks(k: Tensor, v: Tensor, blocks: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of chosen blocks [R, G, n]: [R, G, n * block, D] each, and their positions, -1 where there is none."""
+    rows, keys, groups, dim = k.shape
+    position = (blocks.long() * block)[..., None] + torch.arange(block, device=k.device)
+    position = torch.where((blocks < 0)[..., None] | (position >= keys), -1, position).flatten(-2)  # [R, G, n * block]
+    index = position.clamp_min(0)[..., None].expand(-1, -1, -1, dim)
+    return k.transpose(1, 2).gather(2, index), v.transpose(1, 2).gather(2, index), position
+
+
+class PaddedBucket(NamedTuple):
+    """Some sequences of a packed batch, brought to one length."""
+
+    index: Tensor  # int64 [R, L] row in the packed batch; 0 at padding
+    q_pos: Tensor  # int64 [R, L] position in the sequence; -1 at padding
+
+
+def pad_packed(lengths: list[int], device: torch.device | str = "cpu", waste: float = 1.5) -> list[PaddedBucket]:
+    """Split the sequences of a packed batch into buckets of similar length, each padded to at most `waste` times its tokens."""
+    starts = [0]
+    for n in lengths:
+        starts.append(starts[-1] + n)
+    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
+    buckets: list[list[int]] = []
+    tokens = 0
+    for i in order:
+        if buckets and lengths[buckets[-1][0]] * (len(buckets[-1]) + 1) <= waste * (tokens + lengths[i]):
+            buckets[-1].append(i)
+            tokens += lengths[i]
+        else:
+            buckets.append([i])
+            tokens = lengths[i]
+    padded = []
+    for members in buckets:
+        length = torch.tensor([lengths[i] for i in members], device=device)[:, None]
+        start = torch.tensor([starts[i] for i in members], device=device)[:, None]
+        pos = torch.arange(lengths[members[0]], device=device)[None]
+        inside = pos < length
+        padded.append(PaddedBucket(torch.where(inside, start + pos, 0), torch.where(inside, pos, -1)))
+    return padded
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buckets: list[PaddedBucket],
+    scale: float,
+    index_q: Tensor | None = None,
+    index_k: Tensor | None = None,
+    config: SparseConfig | None = None,
+    replay_blocks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a packed training batch; sparse where `config` is given.
+
+    Args:
+        q: [T, H, D]. k, v: [T, G, D]. index_q: [T, G, D]. index_k: [T, D].
+        buckets: from `pad_packed`. replay_blocks: int32 [T, G, topk], block choices to use instead of the indexer's own.
+    Returns:
+        (out [T, H, D], chosen blocks int32 [T, G, topk] or None for dense attention).
+    """
+    out = torch.zeros_like(q)
+    chosen = None if config is None else torch.full((*k.shape[:2], config.topk), -1, dtype=torch.int32, device=q.device)
+    for index, q_pos in buckets:
+        inside = q_pos >= 0
+        blocks = None
+        if config is not None:
+            blocks = select_blocks(index_q[index], index_k[index], q_pos, config) if replay_blocks is None else replay_blocks[index]
+            chosen[index[inside]] = blocks[inside]
+            if index.shape[1] <= config.block:
+                blocks = None  # one block: every query attends to all of its prefix
+        part = attend(q[index], k[index], v[index], q_pos, scale, blocks, config.block if config else 128)
+        out = out.index_put((index[inside],), part[inside])
+    return out, chosen

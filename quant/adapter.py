@@ -1,0 +1,286 @@
+"""Adapters between trainer, wire, engine and disk: which tensors there must be, what they are called, and whether they arrived.
+
+An adapter is one LoRA pair (A, B) for each adapted module: A [r, K] and B [N, r], in the profile's LoRA dtype. The scale
+alpha / rank is multiplied into B by the trainer before B is rounded, so everyone downstream applies scale 1 and the file on disk
+says `lora_alpha = r`. Names are PEFT's, one pair for each expert: `base_model.model.model.layers.3.block_sparse_moe.experts.7.w1.lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .roles import (
+    ATTENTION_ROLES,
+    DENSE_ROLES,
+    EXPERT_ROLES,
+    LORA_ROLES,
+    MODULE_PATHS,
+    SHARED_ROLES,
+    ModuleId,
+    Role,
+    module_id,
+)
+
+PREFIX = "base_model.model."
+SIDES = ("A", "B")
+TARGET_GROUPS: dict[str, tuple[Role, ...]] = {
+    "all": LORA_ROLES,
+    "attention": ATTENTION_ROLES,
+    "experts": EXPERT_ROLES,
+    "shared": SHARED_ROLES,
+    "dense": DENSE_ROLES,
+}
+
+
+class AdapterError(ValueError):
+    """An adapter is not what it must be: a tensor is missing, unknown, stale or different."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a MiniMax-M3 text model that an adapter depends on."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    expert_intermediate: int
+    shared_intermediate: int
+    dense_intermediate: int
+    experts: int
+    moe_layers: tuple[int, ...]
+    """Absolute indices of the layers with routed experts."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From a checkpoint's config.json (with or without `text_config`). Raises `ValueError` naming a missing key."""
+        text = config.get("text_config", config)
+        try:
+            layers = text["num_hidden_layers"]
+            freq = text.get("moe_layer_freq") or [1] * layers
+            return cls(
+                layers=layers,
+                hidden=text["hidden_size"],
+                heads=text["num_attention_heads"],
+                kv_heads=text["num_key_value_heads"],
+                head_dim=text["head_dim"],
+                expert_intermediate=text["intermediate_size"],
+                shared_intermediate=text["intermediate_size"] * text.get("n_shared_experts", 1),
+                dense_intermediate=text["dense_intermediate_size"],
+                experts=text["num_local_experts"],
+                moe_layers=tuple(i for i, f in enumerate(freq) if f),
+            )
+        except KeyError as error:
+            raise ValueError(f"model config has no key {error.args[0]!r}") from None
+
+    def matrix(self, role: Role) -> tuple[int, int]:
+        """(N, K) of a projection: output and input width."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            Role.ATTN_Q: (q, self.hidden),
+            Role.ATTN_K: (kv, self.hidden),
+            Role.ATTN_V: (kv, self.hidden),
+            Role.ATTN_O: (self.hidden, q),
+            Role.SHARED_GATE: (self.shared_intermediate, self.hidden),
+            Role.SHARED_UP: (self.shared_intermediate, self.hidden),
+            Role.SHARED_DOWN: (self.hidden, self.shared_intermediate),
+            Role.DENSE_GATE: (self.dense_intermediate, self.hidden),
+            Role.DENSE_UP: (self.dense_intermediate, self.hidden),
+            Role.DENSE_DOWN: (self.hidden, self.dense_intermediate),
+            Role.EXPERT_GATE: (self.expert_intermediate, self.hidden),
+            Role.EXPERT_UP: (self.expert_intermediate, self.hidden),
+            Role.EXPERT_DOWN: (self.hidden, self.expert_intermediate),
+        }[role]
+
+    def modules(self, roles: Iterable[Role]) -> list[ModuleId]:
+        """Every module with one of `roles`, in order of layer, role and expert."""
+        wanted = set(roles)
+        found = []
+        for layer in range(self.layers):
+            moe = layer in self.moe_layers
+            for role in LORA_ROLES:
+                if role not in wanted or role in (DENSE_ROLES if moe else SHARED_ROLES + EXPERT_ROLES):
+                    continue
+                experts = range(self.experts) if role in EXPERT_ROLES else (-1,)
+                found += [ModuleId(role, layer, e) for e in experts]
+        return found
+
+
+def target_roles(targets: str | Iterable[str]) -> tuple[Role, ...]:
+    """Roles of a recipe's `lora` entry: group names (all, attention, experts, shared, dense) or role names, comma-separated or listed.
+
+    Raises `ValueError` on a name that is neither, and on a role that takes no adapter.
+    """
+    names = [n.strip() for n in targets.split(",")] if isinstance(targets, str) else list(targets)
+    roles: list[Role] = []
+    for name in names:
+        if name in TARGET_GROUPS:
+            roles += TARGET_GROUPS[name]
+        elif name in {str(r) for r in LORA_ROLES}:
+            roles.append(Role(name))
+        else:
+            known = ", ".join([*TARGET_GROUPS, *map(str, LORA_ROLES)])
+            raise ValueError(f"unknown LoRA target {name!r}; known: {known}")
+    return tuple(dict.fromkeys(roles))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What an adapter must consist of."""
+
+    shape: ModelShape
+    rank: int
+    roles: tuple[Role, ...]
+    dtype: str = "bfloat16"
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Exact key set: tensor name to shape, A [r, K] and B [N, r] of every adapted module."""
+        out: dict[str, tuple[int, int]] = {}
+        for module in self.shape.modules(self.roles):
+            n, k = self.shape.matrix(module.role)
+            out[tensor_name(module, "A")] = (self.rank, k)
+            out[tensor_name(module, "B")] = (n, self.rank)
+        return out
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `AdapterError` naming the first tensors that are missing, unknown, or of another shape or dtype."""
+        expected = self.shapes()
+        problems = _name_problems(expected, tensors)
+        for name in expected.keys() & tensors.keys():
+            t = tensors[name]
+            if tuple(t.shape) != expected[name]:
+                problems.append(f"{name} has shape {tuple(t.shape)}, not {expected[name]}")
+            elif _dtype_name(t) != self.dtype:
+                problems.append(f"{name} is {_dtype_name(t)}, not {self.dtype}")
+        if problems:
+            raise AdapterError(_summary(problems))
+
+
+def tensor_name(module: ModuleId, side: str) -> str:
+    """PEFT name of one side ('A' or 'B') of a module's pair."""
+    return f"{PREFIX}{module.path}.lora_{side}.weight"
+
+
+def parse_name(name: str) -> tuple[ModuleId, str]:
+    """Inverse of `tensor_name`; accepts names without the PEFT prefix. Raises `AdapterError`."""
+    for side in SIDES:
+        suffix = f".lora_{side}.weight"
+        if name.endswith(suffix):
+            try:
+                return module_id(name.removesuffix(suffix)), side
+            except ValueError as error:
+                raise AdapterError(str(error)) from None
+    raise AdapterError(f"{name!r} is no adapter tensor")
+
+
+def digest(tensor: Tensor) -> str:
+    """BLAKE2b-128 of dtype, shape and bytes, as hex. Equal digests mean equal bits."""
+    data = tensor.detach().contiguous().cpu()
+    h = hashlib.blake2b(f"{_dtype_name(data)}{tuple(data.shape)}".encode(), digest_size=16)
+    h.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a sync carries, or what an engine says it holds: a version, the numerics and a digest for each tensor."""
+
+    version: int
+    """Number of optimizer steps in the adapter."""
+    profile: str
+    """Hash of the numerics profile."""
+    digests: dict[str, str]
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], version: int, profile: str) -> Manifest:
+        """Manifest of `tensors`."""
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        return cls(version, profile, {name: digest(t) for name, t in tensors.items()}, total)
+
+    def to_json(self) -> str:
+        """As one JSON object."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    def differences(self, held: Manifest) -> list[str]:
+        """What is wrong with `held` (the engine's answer), one short sentence each; empty when it holds exactly this."""
+        problems = []
+        if held.version != self.version:
+            problems.append(f"adapter version {held.version} is held, {self.version} was sent")
+        if held.profile != self.profile:
+            problems.append(f"engine computes with numerics profile {held.profile}, trainer with {self.profile}")
+        problems += _name_problems(self.digests, held.digests)
+        problems += [
+            f"{name} differs: {held.digests[name]} is held, {want} was sent"
+            for name, want in self.digests.items()
+            if held.digests.get(name, want) != want
+        ]
+        return problems
+
+    def require(self, held: Manifest, where: str) -> None:
+        """Raise `AdapterError` with one line when `held` is not exactly this. `where` names the replica and rank."""
+        problems = self.differences(held)
+        if problems:
+            raise AdapterError(f"{where}: {_summary(problems)}")
+
+
+def save_peft(folder: Path, tensors: Mapping[str, Tensor], spec: AdapterSpec, base: str, metadata: Mapping[str, str]) -> None:
+    """Write a PEFT adapter folder (`adapter_model.safetensors`, `adapter_config.json`); `metadata` goes into the safetensors header."""
+    spec.check(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors", dict(metadata))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted({MODULE_PATHS[r].rsplit(".", 1)[-1] for r in spec.roles}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_peft(folder: Path, spec: AdapterSpec) -> dict[str, Tensor]:
+    """Tensors of a PEFT adapter folder, checked against `spec`. Raises `AdapterError` in one line."""
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise AdapterError(f"no adapter at {folder}")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    if config["lora_alpha"] != config["r"]:
+        raise AdapterError(f"{folder}: lora_alpha {config['lora_alpha']} is not r {config['r']}; the scale must be folded into B")
+    tensors = load_file(path)
+    spec.check(tensors)
+    return tensors
+
+
+def _dtype_name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _name_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    missing = [f"{name} is missing" for name in expected if name not in found]
+    return missing + [f"{name} is unknown" for name in found if name not in expected]
+
+
+def _summary(problems: list[str], shown: int = 3) -> str:
+    rest = f" (and {len(problems) - shown} more)" if len(problems) > shown else ""
+    return "; ".join(problems[:shown]) + rest
