@@ -38,7 +38,7 @@ def exponent_byte(amax: Tensor) -> Tensor:
 
 def scale_of(exponents: Tensor) -> Tensor:
     """fp32 scale 2^(byte - 127) of E8M0 bytes, exact down to the subnormal 2^-127."""
-    return torch.ldexp(torch.ones((), device=exponents.device), exponents.int() - BIAS)
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - BIAS)
 
 
 def quantize(w: Tensor, name: str = "weight") -> MXFP8Tensor:
