@@ -1,0 +1,1 @@
+"""Checks that trainer and serving engine agree, each of which fails closed and names what differs."""

@@ -1,0 +1,1 @@
+"""The operations that engine and trainer share: one signature each, a torch reference first."""

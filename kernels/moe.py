@@ -16,11 +16,11 @@ from .linear import FrozenWeight, LoRA, add_lora, frozen_linear, select
 
 
 class ExpertLoRA(NamedTuple):
-    """Adapter slots of all experts of a layer, a and b as [slots, E, r, K] and [slots, E, N, r]."""
+    """Adapter slots of all experts of a layer, a and b as [slots, E, r, K] and [slots, E, N, r]; None where not adapted."""
 
-    gate: LoRA
-    up: LoRA
-    down: LoRA
+    gate: LoRA | None
+    up: LoRA | None
+    down: LoRA | None
 
 
 def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,23 +66,25 @@ def moe(
     order = flat.argsort(stable=True)
     experts, counts = flat[order].unique_consecutive(return_counts=True)
     pairs = order.split(counts.tolist())
+    gates, ups, downs = (_by_expert(p) for p in lora or (None, None, None))
     for e, pair in zip(experts.tolist(), pairs, strict=True):
         token = torch.div(pair, ids.shape[1], rounding_mode="floor")
         xs = x[token]
         slots = None if adapter_ids is None else adapter_ids[token]
         h = frozen_linear(xs, select(w13, e))
-        if lora is not None:
+        if gates or ups:
             gate, up = h.chunk(2, dim=-1)
-            gate = add_lora(gate, xs, _expert(lora.gate, e), slots)
-            up = add_lora(up, xs, _expert(lora.up, e), slots)
+            gate = add_lora(gate, xs, gates[e], slots) if gates else gate
+            up = add_lora(up, xs, ups[e], slots) if ups else up
             h = torch.cat((gate, up), dim=-1)
         act = swiglu_oai(h.to(x.dtype), activation).to(x.dtype)
         y = frozen_linear(act, select(w2, e))
-        if lora is not None:
-            y = add_lora(y, act, _expert(lora.down, e), slots)
-        out = out.index_add(0, token, y * weights.reshape(-1)[pair][:, None].float())
+        if downs:
+            y = add_lora(y, act, downs[e], slots)
+        out.index_add_(0, token, y * weights.reshape(-1)[pair][:, None].float())
     return out.to(x.dtype)
 
 
-def _expert(lora: LoRA, e: int) -> LoRA:
-    return LoRA(lora.a[:, e], lora.b[:, e])
+def _by_expert(lora: LoRA | None) -> list[LoRA]:
+    """The slots of each expert. Unbinding once keeps the backward linear in E: every index of a stack would cost a stack of zeros."""
+    return [] if lora is None else [LoRA(a, b) for a, b in zip(lora.a.unbind(1), lora.b.unbind(1), strict=True)]

@@ -117,6 +117,11 @@ class Checkpoint:
         self._by_name = {strip_prefixes(name): name for name in self._files}
 
     @property
+    def names(self) -> list[str]:
+        """Names of all stored tensors, without prefixes."""
+        return list(self._by_name)
+
+    @property
     def modules(self) -> list[str]:
         """Paths of all modules with a weight, in file order, without prefixes."""
         return [name.removesuffix(".weight") for name in self._by_name if name.endswith(".weight")]

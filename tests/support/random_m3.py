@@ -130,5 +130,11 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tok = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
     tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tok.save(str(folder / "tokenizer.json"))
-    meta = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0", "unk_token": "t0"}
+    meta = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "t1",
+        "eos_token": "t2",
+        "pad_token": "t0",
+        "unk_token": "t0",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(meta))

@@ -1,0 +1,29 @@
+# Two commands for a fresh machine with Python 3.11 and pip:
+#   make demo    set up and run the main job on CPU: 200 GRPO steps on the shipped tiny MiniMax-M3
+#   make test    set up and run the tests
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.samebits-ready
+
+.PHONY: demo test setup clean
+
+demo: $(READY)
+	$(BIN)/samebits train recipes/tiny_m3_grpo.yaml device=cpu
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest tests
+
+setup: $(READY)
+
+$(READY): pyproject.toml Makefile tools/heal_torchvision.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	$(BIN)/python tools/heal_torchvision.py
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,95 @@
+"""Does every engine hold exactly the weights that it should?
+
+An adapter is compared by the manifest that was sent with it and the digests that every rank of every replica computes over its own
+buffers. Base weights are compared by digests over fp32 values: the engine's, read back from its own parameters, and the checkpoint's.
+Nothing here trusts that a transfer succeeded; a missing answer is a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samebits.kernels.linear import values
+from samebits.quant.adapter import AdapterError, Manifest, digest
+from samebits.quant.checkpoint import Checkpoint
+
+
+class WeightMismatch(AdapterError):
+    """An engine does not hold the weights that it should. The message names the first differences."""
+
+
+@dataclass(frozen=True)
+class SyncVerdict:
+    """A sync that every replica confirmed."""
+
+    version: int
+    tensors: int
+    bytes: int
+    """Bytes of one copy of the adapter, as sent to each replica."""
+    seconds: float
+    """The slowest replica, from export to verified."""
+    ranks: int
+    """Engine ranks that answered."""
+
+
+def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profile_hash: str) -> SyncVerdict:
+    """Check one sync over all replicas.
+
+    Args:
+        reports: for each replica the fields of `rollout.server.SyncReport`, or None where nothing was ever sent.
+        version: adapter version that the trainer holds. profile_hash: the trainer's numerics profile.
+    Raises:
+        WeightMismatch: naming replica, rank and what is missing, stale or different.
+    """
+    ranks = 0
+    if not reports:
+        raise WeightMismatch("there is no engine replica to check")
+    for replica, report in enumerate(reports):
+        if report is None:
+            raise WeightMismatch(f"replica {replica}: no adapter was ever synced, the trainer is at version {version}")
+        sent = Manifest.from_json(report["sent"])
+        if not report["held"]:
+            raise WeightMismatch(f"replica {replica}: no rank answered what it holds")
+        for rank, answer in enumerate(report["held"]):
+            where = f"replica {replica} rank {rank}"
+            held = Manifest.from_json(answer)
+            if held.version != version:
+                stale = next(iter(held.digests), "no tensor")
+                raise WeightMismatch(
+                    f"{where}: adapter was not updated: version {held.version} is held, the trainer is at {version}; "
+                    f"all {len(held.digests)} tensors are stale, first {stale}"
+                )
+            if sent.profile != profile_hash:
+                raise WeightMismatch(f"{where}: sync was sent for numerics profile {sent.profile}, the trainer has {profile_hash}")
+            try:
+                sent.require(held, where)
+            except AdapterError as error:
+                raise WeightMismatch(str(error)) from None
+            ranks += 1
+    return SyncVerdict(
+        version=version,
+        tensors=int(reports[0]["tensors"]),
+        bytes=int(reports[0]["bytes"]),
+        seconds=max(float(r["seconds"]) for r in reports),
+        ranks=ranks,
+    )
+
+
+def checkpoint_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Digest of the fp32 values of every weight of a checkpoint, by module path (routing biases under their tensor name)."""
+    found = {module: digest(values(checkpoint.weight(module))) for module in checkpoint.modules}
+    biases = [name for name in checkpoint.names if name.endswith("e_score_correction_bias")]
+    return found | {name: digest(checkpoint.tensor(name).float()) for name in biases}
+
+
+def verify_base(expected: Mapping[str, str], held: Mapping[str, str], where: str) -> int:
+    """Compare an engine's base digests with the checkpoint's; returns how many tensors were compared. Raises `WeightMismatch`."""
+    problems = [f"{name} is missing" for name in expected if name not in held]
+    problems += [f"{name} is unknown" for name in held if name not in expected]
+    problems += [f"{name} differs from the checkpoint" for name, want in expected.items() if held.get(name, want) != want]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise WeightMismatch(f"{where}: base weights: {'; '.join(problems[:3])}{more}")
+    return len(expected)

@@ -1,0 +1,77 @@
+"""The command line: `samebits train`, `samebits tiny-m3`.
+
+Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="samebits",
+    help="RL post-training in which trainer and serving engine compute with the same bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+
+def _fail(message: str, status: int) -> typer.Exit:
+    print(f"samebits: {message}", file=sys.stderr)
+    return typer.Exit(status)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what verl, Ray and vLLM print")] = False,
+) -> None:
+    """Run a recipe; the same command resumes a run that was interrupted."""
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
+    from .config import RecipeError, load_recipe
+    from .job import JobFailed, print_summary
+    from .job import train as run
+
+    try:
+        own, verl = load_recipe(recipe, overrides or [])
+        summary = run(own, verl, console, verbose)
+    except RecipeError as error:
+        raise _fail(str(error), 2) from None
+    except JobFailed as error:
+        raise _fail(f"stopped: {error}", 1) from None
+    print_summary(summary, console)
+    console.print(f"everything is in {own.folder}")
+
+
+@app.command("tiny-m3")
+def tiny_m3(
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+    seed: Annotated[int, typer.Option(help="seed of weights and data")] = 0,
+) -> None:
+    """Pre-train the tiny MiniMax-M3 on generated arithmetic and quantize it."""
+    from .tiny_m3 import build
+
+    if out.exists() and any(out.iterdir()):
+        raise _fail(f"{out} is not empty", 2)
+    report = build(out, seed=seed)
+    console.print_json(data=report)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Recipes: a short YAML file over a shared base over verl's own configuration, composed and validated before anything starts.
+
+A recipe has samebits' own keys (the fields of `Recipe`) and, beside them, any section of verl's configuration. `samebits train
+RECIPE key=value` overrides either kind. Everything wrong is found here, in one line, before an engine or a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from samebits.quant.profile import NumericsProfile, get_profile
+
+RECIPES = Path(__file__).parent
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be run as it stands. The message is one line."""
+
+
+@dataclass
+class Numerics:
+    """Which bits both sides compute with."""
+
+    profile: str = "auto"
+    """Numerics profile; auto: w4a16-fp32 on CPU, w4a16 on a GPU."""
+    kv_cache: str = "auto"
+    """KV cache format; auto: the profile's own, or nvfp4."""
+    hash: str | None = None
+    """Hash the profile must have; unset: any."""
+
+
+@dataclass
+class Lora:
+    """The adapter."""
+
+    targets: str = "all"
+    """all, attention, experts, shared, dense or single roles, comma-separated."""
+    rank: int = 32
+    alpha: int = 32
+
+
+@dataclass
+class Checks:
+    """When the job stops by itself."""
+
+    max_kl: float = 0.03
+    """Highest `mismatch/kl` of a step."""
+    base_weights: bool = True
+    """Compare the engine's base weights with the checkpoint before the first step."""
+
+
+@dataclass
+class Fault:
+    """A fault injected on purpose, to see that the job stops."""
+
+    kind: str | None = None
+    """skip_sync: from `step` on, adapters are no longer sent."""
+    step: int = 1
+
+
+@dataclass
+class Recipe:
+    """The keys of a recipe that are samebits' own."""
+
+    name: str = "run"
+    run_dir: str | None = None
+    """Where everything goes; default `runs/<name>`."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    model: str = ""
+    """Folder of a checkpoint quantized by samebits, or the name of a shipped one."""
+    task: str = "arithmetic"
+    seed: int = 0
+    threads: int | None = None
+    """CPU threads of trainer and engine, which take turns; default: all cores."""
+    numerics: Numerics = field(default_factory=Numerics)
+    lora: Lora = field(default_factory=Lora)
+    checks: Checks = field(default_factory=Checks)
+    fault: Fault = field(default_factory=Fault)
+
+    @property
+    def folder(self) -> Path:
+        """Absolute run directory."""
+        return Path(self.run_dir or f"runs/{self.name}").absolute()
+
+    @property
+    def model_path(self) -> Path:
+        """Absolute checkpoint folder; names without a slash are looked up among the shipped ones first."""
+        shipped = RECIPES / self.model
+        return shipped if self.model and "/" not in self.model and shipped.is_dir() else Path(self.model).absolute()
+
+    @property
+    def profile(self) -> NumericsProfile:
+        """The numerics profile of this recipe. Raises `ValueError`."""
+        name = self.numerics.profile
+        if name == "auto":
+            name = "w4a16" if self.device == "cuda" else "w4a16-fp32"
+        return get_profile(name, self.numerics.kv_cache)
+
+
+_OWN_KEYS = {f.name for f in dataclasses.fields(Recipe)}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
+    """Compose a recipe file with command-line overrides.
+
+    Returns the recipe's own keys and verl's complete configuration, not yet validated (see `validate.validate`).
+    Raises `RecipeError` on a missing file, bad YAML, an unknown key or a value of the wrong type.
+    """
+    layers = _layers(Path(path))
+    try:
+        layers.append(OmegaConf.from_dotlist(list(overrides)))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise RecipeError(f"bad override: {_one_line(error)}") from None
+    own = OmegaConf.structured(Recipe)
+    verl = verl_defaults()
+    for layer in layers:
+        own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
+        verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
+    recipe: Recipe = OmegaConf.to_object(own)
+    recipe.device = _device(recipe.device)
+    return recipe, _derive(recipe, verl)
+
+
+def _layers(path: Path) -> list[DictConfig]:
+    if not path.is_file():
+        shipped = RECIPES / path.name
+        if not shipped.is_file():
+            raise RecipeError(f"no recipe at {path}")
+        path = shipped
+    try:
+        layer = OmegaConf.load(path)
+    except Exception as error:  # yaml's and omegaconf's errors have no common base
+        raise RecipeError(f"{path}: {_one_line(error)}") from None
+    if not isinstance(layer, DictConfig):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys")
+    base = layer.get("base")
+    return ([*_layers(path.parent / base)] if base else []) + [layer]
+
+
+def verl_defaults() -> DictConfig:
+    """verl's own default configuration, closed to unknown keys."""
+    if not GlobalHydra.instance().is_initialized():
+        initialize_config_module("verl.trainer.config", version_base=None)
+    config = compose("ppo_trainer")
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def _merge(config: DictConfig, layer: dict[str, Any]) -> DictConfig:
+    try:
+        return OmegaConf.merge(config, OmegaConf.create(layer))
+    except OmegaConfBaseException as error:
+        raise RecipeError(_one_line(error)) from None
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
+    first = lines[0] if lines else type(error).__name__
+    if "is not in struct" in first or "not in 'Recipe'" in first or "not in '" in first:
+        return f"unknown key {key or first}"
+    return f"{key}: {first}" if key else first
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"device must be auto, cpu or cuda, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("device=cuda, but no CUDA GPU is available")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
+    """Set what follows from the recipe's own keys in verl's configuration."""
+    folder = recipe.folder
+    profile_options = {
+        "profile": recipe.profile.name,
+        "kv_cache": recipe.numerics.kv_cache,
+        "targets": recipe.lora.targets,
+        "rank": recipe.lora.rank,
+    }
+    derived = {
+        "actor_rollout_ref.model.path": str(recipe.model_path),
+        "actor_rollout_ref.model.lora_rank": recipe.lora.rank,
+        "actor_rollout_ref.model.lora_alpha": recipe.lora.alpha,
+        "actor_rollout_ref.model.target_modules": recipe.lora.targets,
+        "actor_rollout_ref.rollout.dtype": "float32" if recipe.profile.activations == "float32" else "bfloat16",
+        "actor_rollout_ref.rollout.seed": recipe.seed,
+        "actor_rollout_ref.rollout.n_gpus_per_node": verl.trainer.n_gpus_per_node,
+        "actor_rollout_ref.rollout.prompt_length": verl.data.max_prompt_length,
+        "actor_rollout_ref.rollout.response_length": verl.data.max_response_length,
+        "data.seed": recipe.seed,
+        "trainer.device": recipe.device,
+        "trainer.experiment_name": recipe.name,
+        "trainer.default_local_dir": str(folder / "checkpoints"),
+    }
+    OmegaConf.set_struct(verl, False)
+    for key, value in derived.items():
+        OmegaConf.update(verl, key, value)
+    OmegaConf.update(verl, "actor_rollout_ref.model.override_config.samebits", profile_options | {"seed": recipe.seed})
+    engine = verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    engine_options = {"additional_config": {"samebits": profile_options}, "distributed_executor_backend": "uni"}
+    verl.actor_rollout_ref.rollout.engine_kwargs["vllm"] = OmegaConf.merge(engine_options, engine)
+    if recipe.device == "cpu":
+        OmegaConf.update(verl, "actor_rollout_ref.rollout.free_cache_engine", False)
+        OmegaConf.update(verl, "actor_rollout_ref.rollout.enable_sleep_mode", False)
+        OmegaConf.update(verl, "ray_kwargs.ray_init.num_cpus", 32)
+        OmegaConf.update(verl, "ray_kwargs.ray_init.num_gpus", verl.trainer.n_gpus_per_node * verl.trainer.nnodes)
+    OmegaConf.set_struct(verl, True)
+    return verl

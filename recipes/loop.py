@@ -1,0 +1,157 @@
+"""The training loop: verl's synchronous PPO trainer with samebits' checks and run directory hung into its hooks.
+
+verl runs the steps; this class adds what must hold around them. After each sync every replica is asked what it holds, and the step
+is not finished before the answers agree. Each step becomes one line of `metrics.jsonl`. A broken agreement raises, which ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from omegaconf import DictConfig
+from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync
+from samebits.quant.checkpoint import Checkpoint
+from samebits.quant.profile import require_same
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from .config import Recipe
+from .run_dir import MetricsLog
+
+
+class AgreementLost(RuntimeError):
+    """Trainer and engine drifted further apart than the recipe allows."""
+
+
+# Names in metrics.jsonl of what verl's actor update reports.
+_ACTOR_KEYS = (
+    "mismatch/kl",
+    "mismatch/max_abs",
+    "tis/mean",
+    "tis/max_raw",
+    "tis/clipped_fraction",
+    "replay/layers",
+    "replay/rows",
+    "replay/agreement",
+)
+_OPTIONAL_KEYS = {"grad_norm": "train/grad_norm", "lr": "train/lr", "pg_loss": "train/loss", "entropy": "train/entropy"}
+
+
+class SamebitsTrainer(PPOTrainerSync):
+    """verl's synchronous trainer for one recipe."""
+
+    def __init__(self, config: DictConfig, recipe: Recipe) -> None:
+        super().__init__(config)
+        self.recipe = recipe
+        self.log = MetricsLog(recipe.folder / "metrics.jsonl")
+        self.replay_buffer.poll_interval = 0.02  # samples are complete when a step asks for them
+        self._step_metrics: dict[str, Any] = {}
+
+    def on_init_end(self) -> None:
+        """First sync, then the preflight: nothing is sampled before every replica proved what it holds."""
+        self.log.truncate_after(self.global_steps)
+        super().on_init_end()
+        servers = self.llm_server_manager.server_handles
+        for i, hashes in enumerate(ray.get([s.profile_hashes.remote() for s in servers])):
+            for rank, found in enumerate(hashes):
+                require_same(f"engine replica {i} rank {rank}", found, "the trainer", self.recipe.profile.hash)
+        if self.recipe.checks.base_weights:
+            expected = checkpoint_digests(Checkpoint(self.recipe.model_path))
+            for i, ranks in enumerate(ray.get([s.base_digests.remote() for s in servers])):
+                for rank, held in enumerate(ranks):
+                    verify_base(expected, held, f"replica {i} rank {rank}")
+        self._verify_sync()
+
+    def on_step_end(self) -> None:
+        """Sync the new adapter and verify it on every replica."""
+        super().on_step_end()
+        self._verify_sync()
+
+    def _verify_sync(self) -> None:
+        reports = ray.get([s.sync_report.remote() for s in self.llm_server_manager.server_handles])
+        verdict = verify_sync(reports, self.global_steps, self.recipe.profile.hash)
+        self._step_metrics |= {
+            "sync/tensors": verdict.tensors,
+            "sync/bytes": verdict.bytes,
+            "sync/seconds": verdict.seconds,
+            "sync/verified": True,
+            "adapter/version": verdict.version,
+        }
+
+    def prepare_step(self) -> dict:
+        """Generate and grade this step's samples."""
+        started = time.perf_counter()
+        found = super().prepare_step()
+        self._step_metrics["time/rollout"] = time.perf_counter() - started
+        return found
+
+    def _fetch_one_gen_batch(self):
+        batch = super()._fetch_one_gen_batch()
+        # verl draws random ids; ids made of step and place make a resumed run identical to an uninterrupted one.
+        ids = [f"{self.global_steps:06d}-{i:05d}" for i in range(len(batch))]
+        batch["uid"] = _object_stack(ids)
+        return batch
+
+    def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs) -> dict[str, float]:
+        correct = [score > 0 for score in reward_extra_infos_dict["reward"]]
+        found = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs)
+        return found | {"accuracy/heldout": float(np.mean(correct)), "accuracy/samples": len(correct)}
+
+    def _validate(self) -> dict[str, float]:
+        started = time.perf_counter()
+        found = super()._validate()
+        self._step_metrics |= {
+            "accuracy/heldout": found["accuracy/heldout"],
+            "accuracy/samples": found["accuracy/samples"],
+            "time/evaluation": time.perf_counter() - started,
+        }
+        if "time/train" not in self._step_metrics and self.global_steps == self.log.last_step + 1 == 0:
+            self.log.write({"step": 0, **self._take_step_metrics()})
+        return found
+
+    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        line = {"step": global_steps, "reward/mean": float(metrics["critic/score/mean"])}
+        line |= {key: float(metrics[f"actor/{key}"]) for key in _ACTOR_KEYS if f"actor/{key}" in metrics}
+        line |= {ours: float(metrics[f"actor/{key}"]) for key, ours in _OPTIONAL_KEYS.items() if f"actor/{key}" in metrics}
+        line |= {
+            "response/tokens_mean": float(metrics["response_length/mean"]),
+            "response/truncated_fraction": float(metrics["response_length/clip_ratio"]),
+            "time/train": float(timing_raw["update_actor"]),
+            "time/sync": float(timing_raw["update_weights"]),
+            "time/step": float(timing_raw["step"]),
+        }
+        line |= self._take_step_metrics()
+        self.log.write(line)
+        if not line["mismatch/kl"] <= self.recipe.checks.max_kl:
+            raise AgreementLost(
+                f"step {global_steps}: mismatch/kl {line['mismatch/kl']:.3e} passes the recipe's limit {self.recipe.checks.max_kl:.3e}"
+            )
+
+    def _take_step_metrics(self) -> dict[str, Any]:
+        taken, self._step_metrics = self._step_metrics, {}
+        return taken
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        step = self.global_steps
+        source = Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / "actor" / "adapter"
+        target = self.recipe.folder / "adapters" / f"step_{step}"
+        if not source.is_dir():
+            raise WeightMismatch(f"checkpoint of step {step} holds no adapter at {source}")
+        staging = target.with_name(f".{target.name}")
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.copytree(source, staging)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(staging, target)
+
+
+def _object_stack(items: list[str]):
+    from tensordict import NonTensorData, NonTensorStack
+
+    return NonTensorStack(*(NonTensorData(item) for item in items))

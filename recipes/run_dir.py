@@ -1,0 +1,112 @@
+"""The run directory: what a run leaves behind, and how it is read back.
+
+config.yaml     the recipe's own keys and verl's complete configuration
+data/           the prompts, as verl reads them
+metrics.jsonl   one line for each step; line 0 is the evaluation before training
+adapters/       one PEFT folder for each saved step
+checkpoints/    what a resume needs
+summary.json    the result, written at the end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from .config import Recipe, RecipeError
+
+# Keys that may change between the start and the resumption of a run.
+_FREE_KEYS = ("trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.max_actor_ckpt_to_keep")
+_FREE_OWN_KEYS = ("checks", "fault", "threads", "run_dir")
+
+
+class MetricsLog:
+    """`metrics.jsonl`: append one line a step; a resumed run drops the lines that it is about to write again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self.last_step = -1
+        for line in read_metrics(path):
+            self.last_step = line["step"]
+
+    def truncate_after(self, step: int) -> None:
+        """Keep only lines up to `step`; with step 0 keep none, since a fresh start evaluates again."""
+        kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
+        staging = self.path.with_suffix(".tmp")
+        staging.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(staging, self.path)
+        self.last_step = kept[-1]["step"] if kept else -1
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one step's metrics and force them to disk."""
+        with self.path.open("a") as f:
+            f.write(json.dumps(line) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        self.last_step = line["step"]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file; a last line cut off by a kill is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def prepare(recipe: Recipe, verl: DictConfig) -> None:
+    """Create the run directory, or check that the one there belongs to the same run. Raises `RecipeError`."""
+    path = recipe.folder / "config.yaml"
+    ours = {"recipe": dataclasses.asdict(recipe), "verl": OmegaConf.to_container(verl, resolve=False)}
+    if path.is_file():
+        theirs = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        changed = sorted(_different(theirs, ours))
+        if changed:
+            raise RecipeError(
+                f"{recipe.folder} holds a run with other settings ({', '.join(changed[:4])}): choose another name or run_dir, or remove it"
+            )
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(".tmp")
+    staging.write_text(OmegaConf.to_yaml(OmegaConf.create(ours)))
+    os.replace(staging, path)
+
+
+def _different(a: Any, b: Any, prefix: str = "") -> list[str]:
+    key = prefix.removeprefix("verl.")
+    if key in _FREE_KEYS or prefix.removeprefix("recipe.") in _FREE_OWN_KEYS:
+        return []
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for k in a.keys() | b.keys() for d in _different(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else str(k))]
+    return [] if a == b else [key.removeprefix("recipe.")]
+
+
+def repair_tracker(checkpoints: Path) -> None:
+    """verl names the newest checkpoint in a file that it writes in place: a kill may leave it empty or ahead of its folder.
+
+    Points the file at the newest complete checkpoint, or removes it when there is none.
+    """
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return
+    complete = sorted(
+        int(folder.name.removeprefix("global_step_"))
+        for folder in checkpoints.glob("global_step_*")
+        if (folder / "data.pt").is_file() and (folder / "actor" / "complete").is_file()
+    )
+    text = tracker.read_text().strip()
+    if text.isdigit() and int(text) in complete:
+        return
+    if complete:
+        tracker.write_text(str(complete[-1]))
+    else:
+        tracker.unlink()

@@ -1,0 +1,180 @@
+"""Quantized layers of the engine: how samebits checkpoints are loaded and multiplied inside vLLM's own linear layers.
+
+`SamebitsConfig` takes over the ModelOpt MIXED_PRECISION checkpoints that samebits writes. Its methods load the packed bytes through
+vLLM's weight loaders and rebuild the values once, after loading, in fp32: fp32 is where `kernels.linear` multiplies, and it holds
+every NVFP4 and MXFP8 value exactly as `quant` defines it, which a bf16 copy would not (code times block scale times global scale
+has more bits than bf16). Rebuilding them in each call gives the same bits and costs ten to a hundred times more on a CPU. The
+packed bytes are dropped; digests of the base are taken over the values, which is what is multiplied.
+
+A layer may carry an adapter (see `slots.py`); its delta goes into the same fp32 sum, before the one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.utils import set_weight_attrs
+
+from samebits.kernels.linear import frozen_linear
+from samebits.quant import mxfp8, nvfp4
+from samebits.quant.mxfp8 import MXFP8Tensor
+from samebits.quant.nvfp4 import NVFP4Tensor
+
+NAME = "samebits"
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, **attrs: Any) -> nn.Parameter:
+    p = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    set_weight_attrs(p, attrs)
+    return p
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+class MXFP8Linear(QuantizeMethodBase):
+    """A projection in MXFP8, with its adapter."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Packed weight [N, K] and exponents [N, K/32] of the layer's shard."""
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        attrs = {"output_dim": 0, "input_dim": 1, **extra}
+        layer.register_parameter("weight", _parameter((n, k), torch.float8_e4m3fn, **attrs))
+        layer.register_parameter("weight_scale", _parameter((n, k // mxfp8.BLOCK), torch.uint8, **attrs))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Rebuild the values, once, in fp32."""
+        packed = MXFP8Tensor(layer.weight.data.view(torch.uint8), layer.weight_scale.data)
+        layer.weight = _frozen(mxfp8.dequantize(packed))
+        del layer.weight_scale
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] to [T, N] in x's dtype."""
+        out = frozen_linear(x, layer.weight)
+        if layer.adapter is not None:
+            out = layer.adapter.add(out, x)
+        return out.to(x.dtype)
+
+
+class PlainEmbedding(QuantizeMethodBase):
+    """Embedding and head in 16 bits on disk. The embedding is looked up in the compute dtype; logits are fp32 products."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Weight [vocabulary with padding, H]; the head in fp32, so that no call converts it."""
+        dtype = torch.float32 if isinstance(layer, ParallelLMHead) else params_dtype
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        weight = _parameter(shape, dtype, output_dim=0, input_dim=1, **extra)
+        weight.data.zero_()
+        layer.register_parameter("weight", weight)
+
+    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+        """Rows of the embedding."""
+        return F.embedding(input_, layer.weight)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """fp32 logits [T, vocabulary with padding]."""
+        return F.linear(x.float(), layer.weight)
+
+
+class NVFP4Experts(QuantizeMethodBase):
+    """Routed experts of a layer in NVFP4; see `model.Experts` for the forward."""
+
+    def create_weights(self, layer: nn.Module, experts: int, hidden: int, intermediate: int) -> None:
+        """Packed stacks w13 [E, 2I, H/2] (gate rows first) and w2 [E, H, I/2], their block scales and global scales."""
+        for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
+            layer.register_parameter(f"{name}_weight", _parameter((experts, n, k // 2), torch.uint8))
+            layer.register_parameter(f"{name}_weight_scale", _parameter((experts, n, k // nvfp4.BLOCK), torch.float8_e4m3fn))
+        # One global scale a matrix: w1 and w3 of an expert share theirs, which is checked and not assumed.
+        layer.register_parameter("w13_weight_scale_2", _parameter((experts, 2), torch.float32))
+        layer.register_parameter("w2_weight_scale_2", _parameter((experts, 1), torch.float32))
+
+    @staticmethod
+    def target(layer: nn.Module, leaf: str, expert: int, which: str) -> Tensor:
+        """The part of the layer's parameters that tensor `experts.{expert}.{which}.{leaf}` fills; `which` is w1, w2 or w3."""
+        stack = getattr(layer, f"{'w2' if which == 'w2' else 'w13'}_{leaf}").data[expert]
+        if which == "w2":
+            return stack[0] if leaf == "weight_scale_2" else stack
+        index = 0 if which == "w1" else 1
+        return stack[index] if leaf == "weight_scale_2" else stack.chunk(2)[index]
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Rebuild the values, once, in fp32: `w13` [E, 2I, H] and `w2` [E, H, I]. Raises when w1 and w3 disagree on their scale."""
+        scales = layer.w13_weight_scale_2.data
+        unequal = (scales[:, 0] != scales[:, 1]).nonzero().flatten().tolist()
+        if unequal:
+            raise ValueError(f"{layer.prefix}: w1 and w3 of experts {unequal[:4]} have different global scales")
+        for name, scale in (("w13", scales[:, 0]), ("w2", layer.w2_weight_scale_2.data[:, 0])):
+            codes = getattr(layer, f"{name}_weight").data
+            blocks = getattr(layer, f"{name}_weight_scale").data.view(torch.uint8)
+            layer.register_parameter(name, _frozen(nvfp4.dequantize(NVFP4Tensor(codes, blocks, scale))))
+            for leaf in ("weight", "weight_scale", "weight_scale_2"):
+                delattr(layer, f"{name}_{leaf}")
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Unused: the experts module calls `kernels.moe` itself."""
+        raise NotImplementedError("routed experts are multiplied by kernels.moe")
+
+
+@register_quantization_config(NAME)
+class SamebitsConfig(QuantizationConfig):
+    """Formats by role, as the checkpoint's numerics profile has them."""
+
+    def get_name(self) -> str:
+        """Name under which vLLM knows the method."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """bf16, and fp32 for the CPU profile."""
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Plain torch operations: any GPU."""
+        return 70
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: everything is in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SamebitsConfig:
+        """Nothing to read: the weights hash in config.json stands for the formats."""
+        return cls()
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None) -> str | None:
+        """Take over the checkpoints that samebits wrote."""
+        return NAME if hf_quant_cfg.get("producer", {}).get("name") == NAME else None
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """By the layer's kind; each kind has one format in every profile."""
+        if isinstance(layer, VocabParallelEmbedding):
+            return PlainEmbedding()
+        return MXFP8Linear() if isinstance(layer, LinearBase) else None

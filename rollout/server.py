@@ -1,0 +1,253 @@
+"""verl's side of the rollout: the Ray server around one vLLM engine, and the sender that brings adapters to it.
+
+A sync is one file of tensors in shared memory and one manifest. The server has every engine rank load the file, asks each for the
+digests of what it then holds, drops the prefix cache, and only when every answer equals the manifest do later requests use the new
+version. The report of what was sent and what is held stays with the server: the job reads it after every sync.
+Each request names the adapter version it wants, so there is no request that silently runs on the base model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from safetensors.torch import save_file
+from samebits.quant.adapter import AdapterError, Manifest
+from samebits.rollout.adapter import lora_request
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+from vllm import SamplingParams
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class RouteError(RuntimeError):
+    """The engine returned no routes, or routes that do not fit the tokens."""
+
+
+@dataclass
+class SyncReport:
+    """What one sync sent and what every rank of one engine replica holds afterwards."""
+
+    replica: int
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+    sent: str
+    """Manifest as JSON."""
+    held: list[str] = field(default_factory=list)
+    """Manifest of each engine rank, as JSON."""
+
+
+class SamebitsServer(vLLMHttpServer):
+    """vLLM server of one replica with versioned in-memory adapters and batched generation."""
+
+    _adapter_version: int | None = None
+    _report: SyncReport | None = None
+
+    def _get_worker_extension_cls(self) -> str:
+        return "samebits.rollout.worker.WorkerExtension"
+
+    async def run_server(self, args) -> None:
+        # Two slots: the next version is loaded and checked while the current one is still there.
+        args.max_loras = 2
+        await super().run_server(args)
+
+    async def sync_adapter(self, path: str, manifest_json: str, started: float) -> dict[str, Any]:
+        """Load the adapter at `path` on every rank, verify it and make it the one that requests use. Returns the report as a dict.
+
+        When a rank's answer differs, the previous version stays in use and the report says what is held.
+        """
+        manifest = Manifest.from_json(manifest_json)
+        held = await self.engine.collective_rpc("samebits_load_adapter", args=(path, manifest_json))
+        await self.engine.reset_prefix_cache()
+        self._report = SyncReport(
+            replica=self.replica_rank,
+            version=manifest.version,
+            tensors=len(manifest.digests),
+            bytes=manifest.bytes,
+            seconds=time.time() - started,
+            sent=manifest_json,
+            held=list(held),
+        )
+        if not any(manifest.differences(Manifest.from_json(answer)) for answer in held):
+            previous, self._adapter_version = self._adapter_version, manifest.version
+            if previous is not None and previous != manifest.version:
+                await self.engine.collective_rpc("samebits_remove_adapter", args=(previous,))
+        return asdict(self._report)
+
+    async def sync_report(self) -> dict[str, Any] | None:
+        """Report of the last sync, with what the engine holds for its version now (asked again, not remembered)."""
+        if self._report is None:
+            return None
+        held = await self.engine.collective_rpc("samebits_held_adapter", args=(self._adapter_version,))
+        return asdict(self._report) | {"held": list(held)}
+
+    async def base_digests(self) -> list[dict[str, str]]:
+        """Digest of every base weight as each engine rank holds it, by canonical module path."""
+        return list(await self.engine.collective_rpc("samebits_base_digests"))
+
+    async def profile_hashes(self) -> list[str]:
+        """Hash of the numerics profile of each engine rank."""
+        return list(await self.engine.collective_rpc("samebits_profile"))
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        """Call a worker method on every engine rank and return the answers."""
+        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data=None,
+        video_data=None,
+        audio_data=None,
+        mm_processor_kwargs=None,
+        priority: int = 0,
+        kv_transfer_params=None,
+    ) -> TokenOutput:
+        """Generate one response, tokens in and tokens out."""
+        if image_data or video_data or audio_data:
+            raise ValueError("samebits rollout serves text only")
+        rejected = await self._park_until_admitted(request_id)
+        if rejected is not None:
+            return rejected
+        try:
+            collector = await self._submit(list(prompt_ids), dict(sampling_params), request_id, priority)
+        finally:
+            self._admitting -= 1
+        return self._token_output(await collector.get(), prompt_ids)
+
+    async def generate_batch(
+        self, prompts: list[list[int]], params: list[dict[str, Any]], request_ids: list[str]
+    ) -> list[TokenOutput]:
+        """Generate one response for each prompt as one batch.
+
+        The engine is paused while the requests are handed over in order, so that which requests share a forward pass depends on
+        the batch alone and not on timing: the same batch gives the same bits.
+        """
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        collectors = []
+        try:
+            for prompt, param, request_id in zip(prompts, params, request_ids, strict=True):
+                collectors.append(await self._submit(prompt, dict(param), request_id, 0))
+        finally:
+            await self.engine.resume_generation()
+        finals = await asyncio.gather(*(collector.get() for collector in collectors))
+        return [self._token_output(f, p) for f, p in zip(finals, prompts, strict=True)]
+
+    async def _submit(
+        self, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
+    ) -> RequestOutputCollector:
+        """Hand one request to the engine; its collector gives the finished output."""
+        if self._adapter_version is None:
+            raise AdapterError("no adapter has been synced to the engine yet")
+        room = self.config.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise ValueError(f"prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.config.max_model_len}")
+        wanted = params.pop("max_tokens", None) or params.pop("max_new_tokens", None) or self.config.response_length
+        sampling = SamplingParams(
+            **(params | {"logprobs": 0 if params.get("logprobs") else None}),
+            max_tokens=min(wanted, room),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return await self.engine.add_request(
+            request_id,
+            tokens_input(prompt_ids),
+            sampling,
+            lora_request=lora_request(self._adapter_version),
+            priority=priority,
+        )
+
+    def _token_output(self, final: RequestOutput, prompt_ids: list[int]) -> TokenOutput:
+        fields = {"global_steps": self.global_steps, "adapter_version": self._adapter_version}
+        out = final.outputs[0] if final.outputs else None
+        if out is None or out.finish_reason == "abort":
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
+        tokens = list(out.token_ids)
+        log_probs = None
+        if out.logprobs is not None:
+            log_probs = [step[token].logprob for token, step in zip(tokens, out.logprobs, strict=True)]
+        return TokenOutput(
+            token_ids=tokens,
+            log_probs=log_probs,
+            routed_experts=self._routes(out.routed_experts, len(prompt_ids) + len(tokens)),
+            stop_reason="completed",
+            extra_fields=fields | {"finish_reason": out.finish_reason},
+        )
+
+    def _routes(self, routes: np.ndarray | None, total: int) -> np.ndarray | None:
+        """int16 [prompt + response, layers, k]: the engine's rows, and -1 for the last token, which was never fed back."""
+        if not self.config.enable_rollout_routing_replay:
+            return None
+        if routes is None:
+            raise RouteError("routing replay is on, but the engine returned no routes")
+        if routes.shape[0] != total - 1:
+            raise RouteError(f"engine returned {routes.shape[0]} rows of routes for {total} tokens, expected {total - 1}")
+        last = np.full((1, *routes.shape[1:]), -1, dtype=np.int16)
+        return np.concatenate((routes.astype(np.int16), last))
+
+
+class SamebitsReplica(vLLMReplica):
+    """A vLLM replica whose servers are `SamebitsServer`."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(SamebitsServer)
+
+    def _get_server_name_prefix(self) -> str:
+        return "samebits_"
+
+
+class AdapterSender(ServerAdapter):
+    """Lives in each trainer worker; brings the adapter of the worker's replica to its server after every step."""
+
+    async def update_weights(
+        self,
+        weights,
+        global_steps: int | None = None,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = True,
+        wire_format: str = "named_tensors",
+        **kwargs,
+    ) -> None:
+        """Send an adapter: `weights` yields (name, tensor) and must be drained on every rank, since gathering is collective.
+
+        `peft_config` carries `adapter_version` and `profile_hash`. Raises `AdapterError` when base weights come instead.
+        """
+        if peft_config is None or not base_sync_done or wire_format != "named_tensors":
+            raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
+        started = time.time()
+        tensors = {name: t.detach().to("cpu", copy=True) for name, t in weights}
+        if not self._ensure_server_handle():
+            return
+        fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
+        if fault.get("kind") == "skip_sync" and peft_config["adapter_version"] >= fault["step"]:
+            return
+        manifest = Manifest.of(tensors, peft_config["adapter_version"], peft_config["profile_hash"])
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        handle, path = tempfile.mkstemp(prefix="samebits-", suffix=".safetensors", dir=folder)
+        os.close(handle)
+        try:
+            await asyncio.to_thread(save_file, tensors, path)
+            await self.server_handle.sync_adapter.remote(path, manifest.to_json(), started)
+        finally:
+            Path(path).unlink(missing_ok=True)
+        await self.server_handle.set_global_steps.remote(global_steps)

@@ -1,0 +1,115 @@
+"""What the engine is told about its numerics, and the check, before anything starts, that it can keep to it.
+
+The engine learns its profile from vLLM's `additional_config`:
+
+    {"samebits": {"profile": "w4a16-fp32", "kv_cache": "auto", "targets": "all", "rank": 32}}
+
+`profile` names a numerics profile, `kv_cache` is "auto" (the compute dtype) or "nvfp4", `targets` and `rank` say what an adapter
+consists of. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
+line there and not a traceback from a worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from samebits.quant.adapter import AdapterSpec, ModelShape, target_roles
+from samebits.quant.profile import Format, NumericsProfile, get_profile, require_same
+
+ARCHITECTURE = "MiniMaxM3SparseForCausalLM"
+PAGE = 128  # tokens of a KV page: one MSA block
+_ACTIVATIONS = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
+_KEYS = {"profile", "kv_cache", "targets", "rank"}
+
+
+class EngineRefused(RuntimeError):
+    """The engine cannot run as asked. (No `ValueError`: pydantic would wrap it into several lines.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The parsed `samebits` entry of `additional_config`."""
+
+    profile: NumericsProfile
+    """With the KV format already replaced."""
+    adapter: AdapterSpec
+    """What an adapter must consist of."""
+
+    @property
+    def packed_kv(self) -> bool:
+        """Are K, V and index keys kept as NVFP4 bytes?"""
+        return self.profile.kv_cache == Format.NVFP4
+
+
+def parse(additional_config: Any, hf_config: Any) -> EngineSettings:
+    """Settings from vLLM's `additional_config` and the checkpoint's HF config. Raises `EngineRefused` in one line."""
+    raw = additional_config.get("samebits") if isinstance(additional_config, dict) else None
+    if not isinstance(raw, dict):
+        raise EngineRefused("additional_config has no 'samebits' entry: the engine does not know its numerics profile")
+    unknown = sorted(raw.keys() - _KEYS)
+    if unknown or "profile" not in raw:
+        found = f"unknown key {unknown[0]!r}" if unknown else "no 'profile'"
+        raise EngineRefused(f"additional_config.samebits has {found}; keys: {', '.join(sorted(_KEYS))}")
+    try:
+        profile = get_profile(raw["profile"], raw.get("kv_cache"))
+        spec = AdapterSpec(
+            ModelShape.from_config(hf_config.to_dict()), int(raw.get("rank", 32)), target_roles(raw.get("targets", "all")), profile.lora
+        )
+    except ValueError as error:
+        raise EngineRefused(str(error)) from None
+    return EngineSettings(profile, spec)
+
+
+def of(vllm_config: VllmConfig) -> EngineSettings:
+    """Settings of a running engine."""
+    return parse(vllm_config.additional_config, vllm_config.model_config.hf_config)
+
+
+def check(vllm_config: VllmConfig) -> EngineSettings:
+    """Settings of `vllm_config`, after everything that could disagree with them was compared. Raises `EngineRefused` in one line."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    stamp = getattr(model.hf_config, "samebits", None)
+    if not isinstance(stamp, dict) or "weights_hash" not in stamp:
+        raise EngineRefused(f"{model.model} was not quantized by samebits (config.json has no 'samebits' entry)")
+    settings = parse(vllm_config.additional_config, model.hf_config)
+    try:
+        require_same("the engine's weights", settings.profile.weights_hash, "the checkpoint", stamp["weights_hash"])
+    except ValueError as error:
+        raise EngineRefused(str(error)) from None
+    name, activations = settings.profile.name, settings.profile.activations
+    if activations not in _ACTIVATIONS:
+        raise EngineRefused(f"numerics profile {name!r} has {activations} activations, which this engine does not compute")
+    if model.dtype != _ACTIVATIONS[Format(activations)]:
+        raise EngineRefused(f"numerics profile {name!r} computes in {activations}, the engine was started with dtype {model.dtype}")
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size != 1:
+            raise EngineRefused(f"{option} is {size}; samebits shards nothing inside an engine, use data-parallel replicas")
+    if vllm_config.speculative_config is not None:
+        raise EngineRefused("speculative decoding is not supported: its logprobs come from other batch shapes")
+    if vllm_config.cache_config.cache_dtype != "auto":
+        raise EngineRefused("kv_cache_dtype must be 'auto'; the KV format is additional_config.samebits.kv_cache")
+    return settings
+
+
+class ConfigHook(VerifyAndUpdateConfig):
+    """vLLM calls this for our architecture while it builds its configuration."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Check the settings and choose the page size where the user did not."""
+        check(vllm_config)
+        cache = vllm_config.cache_config
+        if not cache.user_specified_block_size:
+            cache.block_size = PAGE
+        if cache.block_size != PAGE:
+            raise EngineRefused(f"block_size must be {PAGE}, the block of sparse attention, not {cache.block_size}")

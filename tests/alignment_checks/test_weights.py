@@ -1,0 +1,83 @@
+"""The sync verdict must fail on every way in which an engine can hold something else, and name it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync
+from samebits.quant.adapter import Manifest
+from samebits.quant.checkpoint import Checkpoint
+from tests.support import random_m3
+
+NAMES = ["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
+
+
+def manifest(version=3, profile="p", change=None) -> Manifest:
+    tensors = {name: torch.full((2, 3), float(i), dtype=torch.bfloat16) for i, name in enumerate(NAMES)}
+    if change:
+        tensors[change][0, 0] += 1
+    return Manifest.of(tensors, version, profile)
+
+
+def report(sent: Manifest, *held: Manifest, replica=0) -> dict:
+    answers = [m.to_json() for m in held]
+    return {"replica": replica, "tensors": 2, "bytes": sent.bytes, "seconds": 0.5 + replica, "sent": sent.to_json(), "held": answers}
+
+
+def test_equal_manifests_agree_and_are_counted():
+    sent = manifest()
+    verdict = verify_sync([report(sent, sent, sent), report(sent, sent, sent, replica=1)], 3, "p")
+    assert (verdict.ranks, verdict.tensors, verdict.version, verdict.seconds, verdict.bytes) == (4, 2, 3, 1.5, 24)
+
+
+@pytest.mark.parametrize(
+    ("reports", "says"),
+    [
+        ([], "no engine replica"),
+        ([None], "replica 0: no adapter was ever synced"),
+        ([report(manifest())], "replica 0: no rank answered"),
+        ([report(manifest(), manifest(change=NAMES[1]))], f"replica 0 rank 0: {NAMES[1]} differs"),
+        ([report(manifest(), manifest(), manifest(change=NAMES[0]))], f"replica 0 rank 1: {NAMES[0]} differs"),
+        ([report(manifest(), manifest()), report(manifest(), manifest(change=NAMES[0]), replica=1)], "replica 1 rank 0"),
+        ([report(manifest(2), manifest(2))], "version 2 is held, the trainer is at 3"),
+        ([report(manifest(), manifest(2))], f"not updated: version 2 is held, the trainer is at 3; all 2 tensors are stale, first {NAMES[0]}"),
+        ([report(manifest(profile="q"), manifest(profile="q"))], "numerics profile q, the trainer has p"),
+        ([report(manifest(), manifest(profile="q"))], "engine computes with numerics profile q"),
+    ],
+)
+def test_every_difference_fails_and_is_named(reports, says):
+    with pytest.raises(WeightMismatch, match=says.replace("(", r"\(")):
+        verify_sync(reports, 3, "p")
+
+
+def test_missing_and_unknown_tensors_are_named():
+    sent = manifest()
+    held = dataclasses.replace(sent, digests={NAMES[0]: sent.digests[NAMES[0]], "other": "00"})
+    with pytest.raises(WeightMismatch, match="lora_B.weight is missing; other is unknown"):
+        verify_sync([report(sent, held)], 3, "p")
+
+
+def test_one_flipped_byte_of_the_base_is_named(tmp_path):
+    expected = checkpoint_digests(Checkpoint(random_m3.build(tmp_path / "m")))
+    assert verify_base(expected, dict(expected), "replica 0") == len(expected) > 80
+    path = tmp_path / "m" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    name = "model.layers.2.block_sparse_moe.experts.5.w2"
+    start = header[f"{name}.weight"]["data_offsets"][0] + 8 + int.from_bytes(data[:8], "little")
+    data[start] ^= 0x02
+    path.write_bytes(data)
+    held = checkpoint_digests(Checkpoint(tmp_path / "m"))
+    with pytest.raises(WeightMismatch, match=f"{name} differs from the checkpoint"):
+        verify_base(expected, held, "replica 0")
+
+
+def test_base_coverage_is_exact(tmp_path):
+    expected = checkpoint_digests(Checkpoint(random_m3.build(tmp_path / "m")))
+    less = {k: v for k, v in expected.items() if "experts.3.w1" not in k}
+    with pytest.raises(WeightMismatch, match="experts.3.w1 is missing"):
+        verify_base(expected, less, "replica 0")
+    with pytest.raises(WeightMismatch, match="extra is unknown"):
+        verify_base(expected, expected | {"extra": "00"}, "replica 0")

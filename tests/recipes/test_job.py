@@ -1,0 +1,127 @@
+"""The whole job for real: verl, Ray, vLLM and the trainer on the shipped tiny model, a few steps each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from samebits.quant.adapter import AdapterSpec, ModelShape, load_peft, target_roles
+from samebits.recipes.run_dir import read_metrics
+
+pytestmark = pytest.mark.slow
+STEPS = 4
+SMALL = ["device=cpu", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"]
+SCHEDULE = [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=4"]
+KEYS = """step reward/mean mismatch/kl mismatch/max_abs tis/mean tis/max_raw tis/clipped_fraction replay/layers replay/rows
+replay/agreement sync/tensors sync/bytes sync/seconds sync/verified adapter/version time/rollout time/train time/step""".split()
+
+
+def command(run: Path, *extra: str) -> list[str]:
+    return [sys.executable, "-m", "samebits.recipes.cli", "train", "recipes/tiny_m3_grpo.yaml", f"run_dir={run}", *SMALL, *SCHEDULE, *extra]
+
+
+def start(run: Path, *extra: str) -> subprocess.Popen:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    log = (run.parent / f"{run.name}.log").open("a")
+    return subprocess.Popen(command(run, *extra), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def finish(run: Path, *extra: str) -> tuple[int, str]:
+    process = start(run, *extra)
+    status = process.wait(timeout=540)
+    return status, (run.parent / f"{run.name}.log").read_text()
+
+
+def kill_everything(process: subprocess.Popen) -> None:
+    """SIGKILL the job and everything that it started, as a machine that goes down would."""
+    os.killpg(process.pid, signal.SIGKILL)
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (proc / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"SAMEBITS_JOB={process.pid}".encode() in environment:
+            os.kill(int(proc.name), signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("job") / "straight"
+    status, log = finish(run)
+    assert status == 0, log[-3000:]
+    return run
+
+
+def test_every_step_is_logged_verified_and_in_agreement(finished):
+    lines = read_metrics(finished / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert "accuracy/heldout" in lines[0] and "accuracy/heldout" in lines[4]
+    config = json.loads(Path("recipes/tiny_m3_base/config.json").read_text())
+    shape = ModelShape.from_config(config)
+    for line in lines[1:]:
+        assert set(KEYS) <= set(line), set(KEYS) - set(line)
+        assert line["sync/verified"] is True and line["adapter/version"] == line["step"]
+        assert line["sync/tensors"] >= len(shape.moe_layers) * shape.experts * 3 * 2
+        assert 0 <= line["mismatch/kl"] < 1e-3
+        assert line["replay/layers"] == len(shape.moe_layers) and 0.9 < line["replay/agreement"] <= 1
+        assert line["replay/rows"] > 16 * 8
+        assert 0.9 < line["tis/mean"] < 1.1 and line["tis/clipped_fraction"] == 0
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["sync_verified_steps"] == STEPS
+
+
+def test_adapters_are_peft_folders_with_every_expert(finished):
+    shape = ModelShape.from_config(json.loads(Path("recipes/tiny_m3_base/config.json").read_text()))
+    spec = AdapterSpec(shape, 32, target_roles("all"))
+    two, four = (load_peft(finished / "adapters" / f"step_{n}", spec) for n in (2, 4))
+    assert any((two[name] != four[name]).any() for name in two)
+    with safe_open(finished / "adapters" / "step_4" / "adapter_model.safetensors", "pt") as f:
+        assert f.metadata()["adapter_version"] == "4"
+    experts = [name for name in four if ".experts." in name and name.endswith("lora_B.weight")]
+    assert sum(bool(four[name].any()) for name in experts) > len(experts) // 2
+
+
+def test_the_same_command_again_changes_nothing(finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    status, log = finish(finished)
+    assert status == 0 and "has all 4 steps already" in log
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_killed_job_resumes_as_if_nothing_happened(finished, tmp_path):
+    run = tmp_path / "killed"
+    process = start(run)
+    deadline = time.time() + 400
+    while time.time() < deadline and process.poll() is None:
+        lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+        if lines and lines[-1]["step"] >= 2:
+            break
+        time.sleep(0.05)
+    assert process.poll() is None, (tmp_path / "killed.log").read_text()[-3000:]
+    time.sleep(0.3)  # into step 3
+    kill_everything(process)
+    status, log = finish(run)
+    assert status == 0, log[-3000:]
+    straight = {line["step"]: line for line in read_metrics(finished / "metrics.jsonl")}
+    resumed = {line["step"]: line for line in read_metrics(run / "metrics.jsonl")}
+    assert sorted(resumed) == sorted(straight)
+    for step in (3, 4):
+        for key in ("prompts/digest", "samples/digest", "reward/mean", "replay/rows"):
+            assert resumed[step][key] == straight[step][key], (step, key)
+        for key in ("train/loss", "train/grad_norm"):
+            assert resumed[step][key] == pytest.approx(straight[step][key], rel=1e-5, abs=1e-9), (step, key)
+
+
+def test_skipped_sync_stops_the_job_and_names_what_is_stale(tmp_path):
+    status, log = finish(tmp_path / "fault", "fault.kind=skip_sync", "fault.step=2")
+    assert status == 1
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("samebits: stopped:") and "version 1 is held, the trainer is at 2" in last and "lora_A" in last
+    assert [line["step"] for line in read_metrics(tmp_path / "fault" / "metrics.jsonl")] == [0, 1]

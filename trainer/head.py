@@ -1,0 +1,51 @@
+"""Log-probabilities of given tokens, in fp32 and in chunks of tokens.
+
+The logits of a chunk exist only while the chunk is computed: with a vocabulary of 200 000 the logits of a whole packed batch would
+be the largest tensor of the step. Backward computes them again. Temperature divides the logits, once, before the softmax, as the
+engine's sampler does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from samebits.kernels.linear import frozen_linear
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits held at a time: 128 MiB of fp32."""
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden weight^T / temperature)[labels] and, where asked for, the entropy of that distribution.
+
+    Args:
+        hidden: [T, H]. weight: head [V, H]. labels: int64 [T]. temperature: fp32 [T], positive.
+    Returns:
+        fp32 [T] log-probabilities and fp32 [T] entropies or None. Gradients go to `hidden`.
+    """
+    rows = max(1, chunk_elements // weight.shape[0])
+    parts = zip(hidden.split(rows), labels.split(rows), temperature.split(rows), strict=True)
+    if len(hidden) <= rows or not torch.is_grad_enabled():
+        out = [_chunk(h, weight, y, t, entropy) for h, y, t in parts]
+    else:
+        out = [checkpoint(_chunk, h, weight, y, t, entropy, use_reentrant=False) for h, y, t in parts]
+    picked = torch.cat([p for p, _ in out])
+    return picked, torch.cat([e for _, e in out]) if entropy else None
+
+
+def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    logprobs = (frozen_linear(hidden, weight) / temperature[:, None]).log_softmax(-1)
+    picked = logprobs.gather(-1, labels[:, None]).squeeze(-1)
+    if not entropy:
+        return picked, None
+    # A probability of 0 has logprob -inf at worst; its contribution to the entropy is 0, not NaN.
+    return picked, -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(-1)

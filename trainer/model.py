@@ -1,0 +1,381 @@
+"""The MiniMax-M3 text model for training, on packed sequences, over a base that stays packed.
+
+It is built of the ops in `kernels`, which the engine's model calls too. Base weights are parameters without gradient in their
+stored bytes (uint8 codes and scales, fp32 global scales), so FSDP2 shards them as they are, and no bf16 copy of the model exists.
+Only the adapter is trained.
+
+A batch is packed: tokens [T] of all sequences one after the other, and the sequence lengths. Attention never crosses a sequence and
+its blocks are anchored at each sequence's start. Nothing is padded, so there is no padding to mask out.
+
+Replay: `routes` gives the expert ids of each token and layer by absolute layer index, -1 where the model shall choose by itself.
+The weights of replayed experts come from the model's own logits, so the router's gradient to the activations stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from samebits.kernels.activation import swiglu_oai
+from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear
+from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
+from samebits.kernels.msa import PaddedBucket, packed_attention, pad_packed
+from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
+from samebits.kernels.rope import apply_rope, rope_table
+from samebits.quant import kv
+from samebits.quant.adapter import AdapterSpec
+from samebits.quant.checkpoint import Checkpoint, CheckpointError
+from samebits.quant.nvfp4 import NVFP4Tensor
+from samebits.quant.profile import Format, NumericsProfile, require_same
+from samebits.quant.roles import Role
+
+from .head import token_logprobs
+from .lora import LayerLoRA, LoRASettings
+from .m3_config import M3Dims
+
+_COMPUTE = {Format.FP32: torch.float32, Format.BF16: torch.bfloat16}
+
+
+class PackedBase(nn.Module):
+    """One frozen weight in its stored format; every part is a parameter without gradient, in its own dtype."""
+
+    def __init__(self, weight: FrozenWeight) -> None:
+        super().__init__()
+        self._kind = type(weight) if isinstance(weight, tuple) else None
+        parts = weight._asdict() if isinstance(weight, tuple) else {"weight": weight}
+        self._names = tuple(parts)
+        for name, part in parts.items():
+            # FSDP2 shards along the first dimension, so a scalar global scale becomes a vector of one.
+            self.register_parameter(name, nn.Parameter(part.reshape(part.shape or (1,)), requires_grad=False))
+
+    def value(self) -> FrozenWeight:
+        """The weight as `kernels.linear` takes it."""
+        parts = [getattr(self, name) for name in self._names]
+        return self._kind(*parts) if self._kind else parts[0]
+
+
+class Sequences(NamedTuple):
+    """What every layer needs to know about the packed batch."""
+
+    buckets: list[PaddedBucket]
+    cos: Tensor  # fp32 [T, rotary_dim / 2]
+    sin: Tensor
+
+
+class LayerOutput(NamedTuple):
+    """One layer's result. The choices are those that were used; ids and blocks are None where the layer makes no such choice."""
+
+    x: Tensor
+    residual: Tensor
+    ids: Tensor | None = None  # int64 [T, k], ascending
+    blocks: Tensor | None = None  # int32 [T, G, n]
+    replayed: Tensor | None = None  # int64 [], rows of this layer that were replayed
+    agreed: Tensor | None = None  # int64 [], those among them whose own top-k is the same set
+
+
+class M3Output(NamedTuple):
+    """What `M3ForTraining.forward` returns."""
+
+    logprobs: Tensor  # fp32 [T], of `labels`
+    entropy: Tensor | None  # fp32 [T]
+    replayed: Tensor  # int64 [layers], rows replayed in each layer
+    agreed: Tensor  # int64 [layers], those among them whose own top-k is the same set
+    routes: Tensor | None = None  # int16 [T, layers, k], -1 in dense layers; only with capture
+    blocks: Tensor | None = None  # int16 [T, layers, G, n], -1 where there is none; only with capture
+
+
+class Attention(nn.Module):
+    """Attention with per-head Gemma norms and partial RoPE, dense or block-sparse."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int, dims: M3Dims, profile: NumericsProfile) -> None:
+        super().__init__()
+        self.dims, self.sparse = dims, layer in dims.sparse_layers
+        self.quantized_kv = profile.kv_cache == Format.NVFP4
+        prefix = f"model.layers.{layer}.self_attn."
+        names = ["q", "k", "v", "o"] + (["index_q", "index_k"] if self.sparse else [])
+        self.proj = nn.ModuleDict({n: PackedBase(checkpoint.weight(f"{prefix}{n}_proj")) for n in names})
+        norms = ["q", "k"] + (["index_q", "index_k"] if self.sparse else [])
+        self.norm = nn.ModuleDict({n: PackedBase(checkpoint.tensor(f"{prefix}{n}_norm.weight")) for n in norms})
+
+    def forward(self, x: Tensor, seqs: Sequences, lora: LayerLoRA | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [T, H] to ([T, H], chosen blocks or None)."""
+        q = self._rotated("q", self._heads("q", x, lora, Role.ATTN_Q), seqs)
+        k = self._cached(self._rotated("k", self._heads("k", x, lora, Role.ATTN_K), seqs))
+        v = self._cached(self._heads("v", x, lora, Role.ATTN_V))
+        index_q = index_k = None
+        if self.sparse and blocks is None:
+            # The choice of blocks passes no gradient.
+            with torch.no_grad():
+                index_q = self._rotated("index_q", self._heads("index_q", x), seqs)
+                index_k = self._cached(self._rotated("index_k", self._heads("index_k", x), seqs))[:, 0]
+        out, chosen = packed_attention(
+            q,
+            k,
+            v,
+            seqs.buckets,
+            self.dims.shape.head_dim**-0.5,
+            index_q,
+            index_k,
+            self.dims.sparse if self.sparse else None,
+            blocks.int() if blocks is not None else None,
+        )
+        return lora_linear(out.flatten(1), self.proj["o"].value(), _pair(lora, Role.ATTN_O)), chosen
+
+    def _heads(self, name: str, x: Tensor, lora: LayerLoRA | None = None, role: Role | None = None) -> Tensor:
+        return lora_linear(x, self.proj[name].value(), _pair(lora, role)).unflatten(-1, (-1, self.dims.shape.head_dim))
+
+    def _rotated(self, name: str, x: Tensor, seqs: Sequences) -> Tensor:
+        return apply_rope(gemma_rms_norm(x, self.norm[name].value(), self.dims.eps), seqs.cos, seqs.sin)
+
+    def _cached(self, x: Tensor) -> Tensor:
+        return kv.round_trip(x) if self.quantized_kv else x
+
+
+class MLP(nn.Module):
+    """Dense MLP of the first layers and shared expert of the others."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, roles: tuple[Role, Role, Role], dims: M3Dims) -> None:
+        super().__init__()
+        self.dims, self.roles = dims, roles
+        self.proj = nn.ModuleDict({n: PackedBase(checkpoint.weight(f"{prefix}{n}_proj")) for n in ("gate", "up", "down")})
+
+    def forward(self, x: Tensor, lora: LayerLoRA | None) -> Tensor:
+        """x [T, H] to [T, H]."""
+        gate, up, down = (_pair(lora, role) for role in self.roles)
+        gate_up = [lora_linear(x, self.proj[n].value(), pair) for n, pair in (("gate", gate), ("up", up))]
+        act = swiglu_oai(torch.cat(gate_up, dim=-1), self.dims.activation).to(x.dtype)
+        return lora_linear(act, self.proj["down"].value(), down)
+
+
+class MoE(nn.Module):
+    """Router, routed experts and shared expert."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int, dims: M3Dims) -> None:
+        super().__init__()
+        self.dims = dims
+        prefix = f"model.layers.{layer}.block_sparse_moe."
+        self.gate = PackedBase(checkpoint.tensor(f"{prefix}gate.weight"))
+        self.bias = PackedBase(checkpoint.tensor(f"{prefix}e_score_correction_bias"))
+        experts = [f"{prefix}experts.{e}." for e in range(dims.shape.experts)]
+        self.w13 = PackedBase(_stack([_gate_up(checkpoint, e) for e in experts]))
+        self.w2 = PackedBase(_stack([checkpoint.weight(f"{e}w2") for e in experts]))
+        self.shared = MLP(checkpoint, f"{prefix}shared_experts.", (Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN), dims)
+
+    def forward(self, x: Tensor, lora: LayerLoRA | None, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [T, H], routes int [T, k] or None to ([T, H], ids used [T, k], rows replayed [], rows that agree [])."""
+        logits = F.linear(x.float(), self.gate.value().float())
+        ids, weights = route_topk(logits, self.bias.value(), self.dims.top_k, self.dims.routed_scale)
+        replayed = agreed = torch.zeros((), dtype=torch.int64, device=x.device)
+        if routes is not None:
+            given = routes[:, :1] >= 0
+            own = ids
+            ids = torch.where(given, routes.to(ids.dtype).sort(dim=-1).values, own)
+            weights = route_weights(logits, ids, self.dims.routed_scale)
+            replayed, agreed = given.sum(), ((ids == own).all(-1) & given[:, 0]).sum()
+        routed = moe(x, self.w13.value(), self.w2.value(), ids, weights, self.dims.activation, self._expert_lora(lora))
+        return routed + self.shared(x, lora), ids, replayed, agreed
+
+    def _expert_lora(self, lora: LayerLoRA | None) -> ExpertLoRA | None:
+        pairs = [_pair(lora, role) for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN)]
+        return ExpertLoRA(*pairs) if any(p is not None for p in pairs) else None
+
+
+class DecoderLayer(nn.Module):
+    """One layer; the unit of sharding and of activation checkpointing."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        dims: M3Dims,
+        profile: NumericsProfile,
+        spec: AdapterSpec | None,
+        settings: LoRASettings | None,
+    ) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}."
+        self.dims = dims
+        self.checkpointing = False
+        self.input_norm = PackedBase(checkpoint.tensor(f"{prefix}input_layernorm.weight"))
+        self.post_norm = PackedBase(checkpoint.tensor(f"{prefix}post_attention_layernorm.weight"))
+        self.attention = Attention(checkpoint, layer, dims, profile)
+        self.is_moe = layer in dims.shape.moe_layers
+        if self.is_moe:
+            self.mlp = MoE(checkpoint, layer, dims)
+        else:
+            self.mlp = MLP(checkpoint, f"{prefix}mlp.", (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN), dims)
+        self.lora = LayerLoRA(spec, layer, settings) if settings is not None else None
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        seqs: Sequences,
+        routes: Tensor | None,
+        blocks: Tensor | None,
+        adapter: bool,
+    ) -> LayerOutput:
+        """x, residual [T, H] (residual None before the first layer); routes int [T, k]; blocks int [T, G, n]."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return recompute_later(self._run, x, residual, seqs, routes, blocks, adapter, use_reentrant=False)
+        return self._run(x, residual, seqs, routes, blocks, adapter)
+
+    def _run(self, x, residual, seqs, routes, blocks, adapter) -> LayerOutput:
+        lora = self.lora if adapter else None
+        eps = self.dims.eps
+        if residual is None:
+            residual, h = x, gemma_rms_norm(x, self.input_norm.value(), eps)
+        else:
+            h, residual = gemma_rms_norm_add(x, residual, self.input_norm.value(), eps)
+        x, chosen = self.attention(h, seqs, lora, blocks)
+        h, residual = gemma_rms_norm_add(x, residual, self.post_norm.value(), eps)
+        if not self.is_moe:
+            return LayerOutput(self.mlp(h, lora), residual, blocks=chosen)
+        x, ids, replayed, agreed = self.mlp(h, lora, routes)
+        return LayerOutput(x, residual, ids, chosen, replayed, agreed)
+
+
+class M3ForTraining(nn.Module):
+    """The text model with its adapter.
+
+    Args:
+        checkpoint: opened checkpoint; its weight formats must be those of `profile`.
+        profile: numerics; `activations` float32 or bfloat16.
+        lora: adapter settings, or None for the bare base.
+        wrap: called with each layer right after it was built and with the model at the end, e.g. to shard it, so that no process
+            ever holds more than one whole layer.
+    Raises `ProfileMismatch`, `CheckpointError` or `ValueError` in one line.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        profile: NumericsProfile,
+        lora: LoRASettings | None = None,
+        wrap: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        super().__init__()
+        require_same(f"checkpoint {checkpoint.folder}", checkpoint.weights_hash, "the trainer", profile.weights_hash)
+        if profile.activations not in _COMPUTE:
+            raise ValueError(f"numerics profile {profile.name!r} trains with {profile.activations} activations, which is not supported")
+        self.dims = M3Dims.from_config(checkpoint.config)
+        self.profile = profile
+        self.compute_dtype = _COMPUTE[Format(profile.activations)]
+        self.settings = lora
+        self.spec = AdapterSpec(self.dims.shape, lora.rank, lora.roles, str(profile.lora)) if lora is not None else None
+        self._adapter_enabled = True
+        self.embed = PackedBase(checkpoint.tensor("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList()
+        for i in range(self.dims.shape.layers):
+            layer = DecoderLayer(checkpoint, i, self.dims, profile, self.spec, lora)
+            if wrap is not None:
+                wrap(layer)
+            self.layers.append(layer)
+        self.norm = PackedBase(checkpoint.tensor("model.norm.weight"))
+        self.head = PackedBase(checkpoint.tensor("lm_head.weight"))
+        if wrap is not None:
+            wrap(self)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: list[int],
+        labels: Tensor,
+        temperature: Tensor,
+        routes: Tensor | None = None,
+        blocks: Tensor | None = None,
+        entropy: bool = False,
+        capture: bool = False,
+    ) -> M3Output:
+        """Log-probabilities of `labels` after each token.
+
+        Args:
+            tokens: int64 [T]. lengths: lengths of the packed sequences, sum T. labels: int64 [T]. temperature: fp32 [T].
+            routes: int [T, layers, k] expert ids to replay, -1 for the model's own choice, or None.
+            blocks: int [T, layers, G, n] block choices to replay in the sparse layers, or None.
+            entropy: also compute the entropy of each distribution. capture: also return the choices that were used.
+        """
+        dims = self.dims
+        if sum(lengths) != len(tokens):
+            raise ValueError(f"sequence lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
+        if routes is not None and routes.shape != (len(tokens), dims.shape.layers, dims.top_k):
+            raise ValueError(f"routes have shape {tuple(routes.shape)}, not {(len(tokens), dims.shape.layers, dims.top_k)}")
+        seqs = self._sequences(lengths, tokens.device)
+        x, residual = F.embedding(tokens, self.embed.value()).to(self.compute_dtype), None
+        choices: list[LayerOutput] = []
+        for i, layer in enumerate(self.layers):
+            layer_routes = routes[:, i] if routes is not None and i in dims.shape.moe_layers else None
+            layer_blocks = blocks[:, i] if blocks is not None and i in dims.sparse_layers else None
+            out = layer(x, residual, seqs, layer_routes, layer_blocks, self._adapter_enabled)
+            x, residual = out.x, out.residual
+            choices.append(out._replace(x=None, residual=None))
+        h, _ = gemma_rms_norm_add(x, residual, self.norm.value(), dims.eps)
+        logprobs, ent = token_logprobs(h, self.head.value(), labels, temperature, entropy)
+        none = torch.zeros((), dtype=torch.int64, device=tokens.device)
+        return M3Output(
+            logprobs,
+            ent,
+            torch.stack([none if c.replayed is None else c.replayed for c in choices]),
+            torch.stack([none if c.agreed is None else c.agreed for c in choices]),
+            self._layered([c.ids for c in choices], (len(tokens), dims.top_k)) if capture else None,
+            self._layered([c.blocks for c in choices], (len(tokens), dims.shape.kv_heads, dims.sparse.topk)) if capture else None,
+        )
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Compute with the bare base inside."""
+        self._adapter_enabled = False
+        try:
+            yield
+        finally:
+            self._adapter_enabled = True
+
+    def checkpoint_activations(self, enabled: bool = True) -> None:
+        """Keep only the inputs of each layer in forward and compute the rest again in backward."""
+        for layer in self.layers:
+            layer.checkpointing = enabled
+
+    def adapter_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and master of everything that is trained."""
+        return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """PEFT name and bf16 tensor of the whole adapter, scale folded in. Gathers shards: every rank must drain it."""
+        for layer in self.layers:
+            if layer.lora is not None:
+                yield from layer.lora.export()
+
+    def _sequences(self, lengths: list[int], device: torch.device) -> Sequences:
+        position = torch.cat([torch.arange(n, device=device) for n in lengths])
+        cos, sin = rope_table(max(lengths), self.dims.rotary_dim, self.dims.rope_theta, device)
+        return Sequences(pad_packed(lengths, device), cos[position], sin[position])
+
+    def _layered(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> Tensor:
+        device = next(c.device for c in choices if c is not None)
+        empty = torch.full(shape, -1, dtype=torch.int16, device=device)
+        return torch.stack([empty if c is None else c.to(torch.int16) for c in choices], dim=1)
+
+
+def _pair(lora: LayerLoRA | None, role: Role | None) -> LoRA | None:
+    return lora.values(role) if lora is not None and role is not None else None
+
+
+def _gate_up(checkpoint: Checkpoint, expert: str) -> FrozenWeight:
+    """Gate and up of one expert in one matrix, gate rows first. They share a global scale; anything else raises."""
+    gate, up = checkpoint.weight(f"{expert}w1"), checkpoint.weight(f"{expert}w3")
+    if not isinstance(gate, NVFP4Tensor):
+        return type(gate)(*(torch.cat(p) for p in zip(gate, up, strict=True))) if isinstance(gate, tuple) else torch.cat((gate, up))
+    if not torch.equal(gate.global_scale, up.global_scale):
+        raise CheckpointError(f"{checkpoint.folder}: {expert}w1 and {expert}w3 have different global scales")
+    return NVFP4Tensor(torch.cat((gate.codes, up.codes)), torch.cat((gate.block_scales, up.block_scales)), gate.global_scale)
+
+
+def _stack(weights: list[FrozenWeight]) -> FrozenWeight:
+    first = weights[0]
+    return type(first)(*(torch.stack(p) for p in zip(*weights, strict=True))) if isinstance(first, tuple) else torch.stack(weights)
