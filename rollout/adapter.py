@@ -1,0 +1,98 @@
+"""An adapter's way into the engine, and the proof that it arrived.
+
+`load` copies the received tensors into a slot of the engine's own buffers; `held` reads the same slot back, by walking the layers
+that multiply with it, to the names, shapes and dtype of the wire. The digests of what was read back are the answer to the trainer,
+which compares them with the digests of what it sent.
+
+The engine's buffers are in the compute dtype (fp32 on a CPU, where a bf16 buffer would be converted in every call). Every bf16 value
+is exact there; `held` refuses to answer when a cast back is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from vllm.lora.request import LoRARequest
+
+from samebits.quant.adapter import PREFIX, AdapterError, Manifest
+
+from .slots import AdapterSlots
+
+
+def lora_request(version: int) -> LoRARequest:
+    """The request that selects adapter `version`. The version is in vLLM's prefix-cache key through the name."""
+    return LoRARequest(lora_name=f"samebits-{version}", lora_int_id=adapter_id(version), lora_path="samebits:memory")
+
+
+def adapter_id(version: int) -> int:
+    """vLLM's id of an adapter version (ids start at 1). Raises `AdapterError` on a negative version."""
+    if version < 0:
+        raise AdapterError(f"adapter version {version} is negative")
+    return version + 1
+
+
+def _slots(model: Any) -> AdapterSlots:
+    for adapter in model.adapters():
+        return adapter.slots
+    raise AdapterError("the engine takes no adapters: it was started without enable_lora")
+
+
+def _views(model: Any, slot: int) -> dict[str, Tensor]:
+    """Tensor name to the part of the engine's buffers that holds it."""
+    return {
+        f"{PREFIX}{path}.lora_{side}.weight": view
+        for adapter in model.adapters()
+        for path, pair in adapter.views(slot).items()
+        for side, view in zip("AB", pair, strict=True)
+    }
+
+
+def load(model: Any, tensors: Mapping[str, Tensor], version: int) -> None:
+    """Copy an adapter into a slot under `version`; nothing received is changed.
+
+    Raises `AdapterError`: a tensor is missing, unknown or of another shape or dtype; the version is resident already; a layer of the
+    engine would be left without its pair. The engine's slots are unchanged then.
+    """
+    slots = _slots(model)
+    slots.spec.check(tensors)
+    slot = slots.occupy(adapter_id(version))
+    try:
+        views = _views(model, slot)
+        if views.keys() != tensors.keys():
+            odd = sorted(views.keys() ^ tensors.keys())
+            raise AdapterError(f"engine and adapter disagree on {len(odd)} tensors, the first is {odd[0]}")
+        for name, view in views.items():
+            view.copy_(tensors[name])
+    except BaseException:
+        slots.release(adapter_id(version))
+        raise
+
+
+def load_path(model: Any, path: str, version: int) -> None:
+    """`load` from a safetensors file, normally in shared memory."""
+    if not Path(path).is_file():
+        raise AdapterError(f"no adapter file at {path}")
+    load(model, load_file(path), version)
+
+
+def held_tensors(model: Any, version: int) -> dict[str, Tensor]:
+    """What the engine multiplies with for `version`, under wire names, as bf16 copies. Raises `AdapterError`."""
+    slots = _slots(model)
+    dtype = getattr(torch, slots.spec.dtype)
+    out = {}
+    for name, view in _views(model, slots.slot(adapter_id(version))).items():
+        value = view.to(dtype)
+        if not torch.equal(value.to(view.dtype), view):
+            raise AdapterError(f"{name}: the engine holds values that {slots.spec.dtype} does not have")
+        out[name] = value
+    return out
+
+
+def held(model: Any, version: int) -> Manifest:
+    """Manifest of what the engine holds for `version`, read from its own buffers. Raises `AdapterError` when it holds none."""
+    return Manifest.of(held_tensors(model, version), version, model.settings.profile.hash)

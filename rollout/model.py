@@ -1,0 +1,309 @@
+"""MiniMax-M3's text model for vLLM, out of samebits operations.
+
+vLLM brings the scheduler, the paged cache, the sampler and its parallel linear layers with their weight loading; every product,
+norm, rotation, routing decision and activation is an operation of `kernels`, the same that the trainer calls. Left out of upstream's
+model: fusions of norm and all-reduce, fp8 queries and caches, pipeline stages, the vision tower, multi-token prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsLoRA
+
+from samebits.kernels.activation import SwiGLU, swiglu_oai
+from samebits.kernels.linear import frozen_linear
+from samebits.kernels.moe import moe, route_topk
+from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
+from samebits.kernels.rope import rope_table
+from samebits.quant.roles import MODULE_PATHS, module_id, strip_prefixes
+
+from . import settings as engine_settings
+from .attention import Attention
+from .quantization import NVFP4Experts
+from .slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
+
+_NOT_TEXT = ("mtp.", "model.mtp.", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
+
+
+class Norm(nn.Module):
+    """Gemma RMS norm, with or without the residual added before it."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, their sum)."""
+        if residual is None:
+            return gemma_rms_norm(x, self.weight, self.eps), x
+        return gemma_rms_norm_add(x, residual, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """SwiGLU-OAI network: the dense layers' and the shared expert's."""
+
+    def __init__(self, config: Any, intermediate: int, quant: Any, prefix: str) -> None:
+        super().__init__()
+        h = config.hidden_size
+        options = {"bias": False, "quant_config": quant}
+        self.gate_up_proj = MergedColumnParallelLinear(h, [intermediate] * 2, prefix=f"{prefix}.gate_up_proj", **options)
+        self.gate_up_proj.slices = [(f"{prefix}.gate_proj", intermediate, 0), (f"{prefix}.up_proj", intermediate, 1)]
+        self.down_proj = RowParallelLinear(intermediate, h, prefix=f"{prefix}.down_proj", **options)
+        self.down_proj.slices = [(f"{prefix}.down_proj", h, None)]
+        self.activation = _activation(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        gate_up, _ = self.gate_up_proj(x)
+        out, _ = self.down_proj(swiglu_oai(gate_up, self.activation).to(x.dtype))
+        return out
+
+
+def _activation(config: Any) -> SwiGLU:
+    return SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
+
+
+class Gate(nn.Module):
+    """The router: fp32 weight, fp32 logits. It takes no adapter."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, hidden, dtype=torch.float32), requires_grad=False)
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer."""
+
+    def __init__(self, config: Any, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.count, self.hidden, self.intermediate = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.activation = _activation(config)
+        self.adapter: ExpertsAdapter | None = None
+        self.quant_method = NVFP4Experts()
+        self.quant_method.create_weights(self, self.count, self.hidden, self.intermediate)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], ids and weights [T, k] to [T, hidden]."""
+        lora, adapter_ids = (None, None) if self.adapter is None else self.adapter.select(x.shape[0])
+        return moe(x, self.w13, self.w2, ids, weights, self.activation, lora, adapter_ids)
+
+
+class MoE(nn.Module):
+    """Routed and shared experts.
+
+    `layer_id` and `capture_fn` make it one of vLLM's `RoutedExpertsCaptureSource`: where routes are asked for, vLLM sets
+    `capture_fn` and gets the chosen ids [T, k] of each step.
+    """
+
+    def __init__(self, config: Any, layer: int, quant: Any, prefix: str) -> None:
+        super().__init__()
+        self.layer_id = layer
+        self.capture_fn: Callable[[Tensor], None] | None = None
+        self.top_k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
+        self.gate = Gate(config.hidden_size, config.num_local_experts)
+        self.e_score_correction_bias = nn.Parameter(
+            torch.zeros(config.num_local_experts, dtype=torch.float32), requires_grad=False
+        )
+        self.experts = Experts(config, f"{prefix}.experts")
+        shared = config.intermediate_size * config.n_shared_experts
+        self.shared_experts = MLP(config, shared, quant, f"{prefix}.shared_experts")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        logits = frozen_linear(x, self.gate.weight)
+        ids, weights = route_topk(logits, self.e_score_correction_bias, self.top_k, self.scale)
+        if self.capture_fn is not None:
+            self.capture_fn(ids)
+        return self.experts(x, ids, weights) + self.shared_experts(x)
+
+
+class Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, vllm_config: VllmConfig, settings: engine_settings.EngineSettings, index: int, prefix: str) -> None:
+        super().__init__()
+        config, quant = vllm_config.model_config.hf_text_config, vllm_config.quant_config
+        sparse = bool(config.sparse_attention_config["sparse_attention_freq"][index])
+        self.self_attn = Attention(config, settings, vllm_config.cache_config, quant, sparse, f"{prefix}.self_attn")
+        self.is_moe = bool(config.moe_layer_freq[index])
+        if self.is_moe:
+            self.block_sparse_moe = MoE(config, index, quant, f"{prefix}.block_sparse_moe")
+        else:
+            self.mlp = MLP(config, config.dense_intermediate_size, quant, f"{prefix}.mlp")
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], to be added to `residual` before the next norm."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, cos, sin)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return (self.block_sparse_moe if self.is_moe else self.mlp)(x), residual
+
+
+class Model(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, vllm_config: VllmConfig, settings: engine_settings.EngineSettings, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix=f"{prefix}.embed_tokens"
+        )
+        self.layers = nn.ModuleList(
+            Layer(vllm_config, settings, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
+        )
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        rotary = int(config.head_dim * config.partial_rotary_factor)
+        cos, sin = rope_table(vllm_config.model_config.max_model_len, rotary, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Embedded tokens [T, hidden] at `positions` [T] to the final norm's output [T, hidden]."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin)
+        return self.norm(x, residual)[0]
+
+
+class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
+    """The model that vLLM builds for `MiniMaxM3SparseForCausalLM`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.settings = engine_settings.check(vllm_config)
+        config = vllm_config.model_config.hf_text_config
+        self.config = config
+        self.model = Model(vllm_config, self.settings, f"{prefix}.model" if prefix else "model")
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix="lm_head"
+        )
+        self.lm_head.adapter = self.model.embed_tokens.adapter = None
+        for layer in self._projections():
+            layer.adapter = None
+        self._forbidden: Tensor | None = None
+
+    def _projections(self) -> Iterator[nn.Module]:
+        return (m for m in self.modules() if hasattr(m, "slices"))
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Rows of the embedding [T, hidden]."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Hidden states [T, hidden] of packed tokens."""
+        return self.model(self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds, positions)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """fp32 logits [T, vocabulary]; -inf for tokens that must not be sampled."""
+        logits = self.lm_head.quant_method.apply(self.lm_head, hidden_states)[:, : self.config.vocab_size]
+        if self._forbidden is not None:
+            logits = logits.index_fill(-1, self._forbidden, float("-inf"))
+        return logits
+
+    def forbid_tokens(self, vocab_size: int, banned: list[int] | None) -> None:
+        """Never sample ids from `vocab_size` on (rows of the head without a token), nor those in `banned`."""
+        ids = [*range(vocab_size, self.config.vocab_size), *(banned or [])]
+        self._forbidden = torch.tensor(ids, dtype=torch.int64, device=self.lm_head.weight.device) if ids else None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a samebits checkpoint. Raises `ValueError` on a tensor that is unknown, missing or of another shape or dtype."""
+        projections = {path: (m, shard) for m in self._projections() for path, _, shard in m.slices}
+        filled: set[str] = set()
+        for name, tensor in weights:
+            if strip_prefixes(name).startswith(_NOT_TEXT):
+                continue
+            path, _, leaf = strip_prefixes(name).rpartition(".")
+            self._load(path, leaf, tensor, projections)
+            filled.add(f"{path}.{leaf}")
+        missing = sorted(self._expected(projections) - filled)
+        if missing:
+            raise ValueError(f"checkpoint lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+        return {name for name, _ in self.named_parameters()}
+
+    def _load(self, path: str, leaf: str, tensor: Tensor, projections: dict) -> None:
+        experts, _, which = path.rpartition(".experts.")
+        if path in projections:
+            layer, shard = projections[path]
+            param = getattr(layer, leaf)
+            _require(f"{path}.{leaf}", tensor, param.dtype)
+            param.weight_loader(param, tensor) if shard is None else param.weight_loader(param, tensor, shard)
+        elif experts:
+            expert, which = which.split(".")
+            target = NVFP4Experts.target(self.get_submodule(f"{experts}.experts"), leaf, int(expert), which)
+            _require(f"{path}.{leaf}", tensor, target.dtype, target.shape)
+            target.copy_(tensor)
+        else:
+            param = self.get_submodule(path).get_parameter(leaf)
+            if path in ("lm_head", "model.embed_tokens"):
+                param.weight_loader(param, tensor)
+                return
+            _require(f"{path}.{leaf}", tensor, None, param.shape)
+            param.data.copy_(tensor)
+
+    def _expected(self, projections: dict) -> set[str]:
+        """Every tensor that a checkpoint must hold."""
+        names = {f"{path}.{leaf}" for path in projections for leaf in ("weight", "weight_scale")}
+        leaves = ("weight", "weight_scale", "weight_scale_2")
+        for prefix, module in self.named_modules():
+            if isinstance(module, Experts):
+                names |= {f"{prefix}.{e}.{w}.{leaf}" for e in range(module.count) for w in ("w1", "w2", "w3") for leaf in leaves}
+            elif not hasattr(module, "slices"):
+                names |= {f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)}
+        return names
+
+    def attach_adapters(self, slots: AdapterSlots) -> None:
+        """Create the LoRA buffers of every adapted layer."""
+        roles = set(slots.spec.roles)
+        for layer in self._projections():
+            slices = [(path, rows, module_id(path).role in roles) for path, rows, _ in layer.slices]
+            if any(adapted for _, _, adapted in slices):
+                layer.adapter = ProjectionAdapter(slots, slices, layer.weight.shape[1])
+        adapted = {MODULE_PATHS[r][-2:] for r in roles if "experts.{e}" in MODULE_PATHS[r]}
+        for path, module in self.named_modules():
+            if isinstance(module, Experts) and adapted:
+                module.adapter = ExpertsAdapter(slots, path, module.count, module.hidden, module.intermediate, adapted)
+
+    def adapters(self) -> Iterator[ProjectionAdapter | ExpertsAdapter]:
+        """The adapters of all layers, in the order of the model."""
+        return (m.adapter for m in self.modules() if getattr(m, "adapter", None) is not None)
+
+    def base_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint path and value of every frozen weight, as it is multiplied: [N, K], vectors [N], no vocabulary padding."""
+        for path, module in self.named_modules():
+            if hasattr(module, "slices"):
+                parts = module.weight.split([rows for _, rows, _ in module.slices])
+                yield from zip((p for p, _, _ in module.slices), parts, strict=True)
+            elif isinstance(module, Experts):
+                for e in range(module.count):
+                    w1, w3 = module.w13[e].chunk(2)
+                    yield from ((f"{path}.{e}.w1", w1), (f"{path}.{e}.w2", module.w2[e]), (f"{path}.{e}.w3", w3))
+            elif isinstance(module, VocabParallelEmbedding):
+                yield path, module.weight[: self.config.vocab_size]
+            else:
+                for name, param in module.named_parameters(recurse=False):
+                    yield path if name == "weight" else f"{path}.{name}", param
+
+
+def _require(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: torch.Size | None = None) -> None:
+    if (dtype is not None and tensor.dtype != dtype) or (shape is not None and tensor.shape != shape):
+        want = f"{dtype or 'any dtype'} {tuple(shape) if shape is not None else ''}".strip()
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the model wants {want}")

@@ -1,0 +1,105 @@
+"""The places where vLLM 0.31.0 has no hook and samebits replaces something of it. Nothing is patched elsewhere.
+
+Each patch says why, checks that what it replaces is what it was written for, and raises otherwise. `apply` may be called again; it
+does its work once in a process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import vllm
+
+VERSION = "0.31.0"
+
+
+class PatchTargetChanged(RuntimeError):
+    """vLLM is not the version that a patch was written for."""
+
+
+def _source(function: Callable) -> str:
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise PatchTargetChanged(f"vLLM {vllm.__version__}: {what} is not as in {VERSION}, for which samebits patches it")
+
+
+def _memory_adapters() -> None:
+    """Model runners build vLLM's LoRA manager by name. A model that brings its own slots gets ours, all others vLLM's."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin as Mixin
+
+    from . import slots
+
+    original = Mixin.load_lora_model
+    _require(_source(original) == "dbd70775ffc5", "LoRAModelRunnerMixin.load_lora_model")
+
+    def load_lora_model(self: Any, model: Any, vllm_config: Any, device: Any) -> Any:
+        if not hasattr(model, "attach_adapters"):
+            return original(self, model, vllm_config, device)
+        self.lora_manager = slots.attach(model, vllm_config, device, model.settings.adapter)
+        return model
+
+    Mixin.load_lora_model = load_lora_model
+
+
+def _capturer() -> None:
+    """The worker's connector builds the capture buffer by name; ours knows layers without experts."""
+    from vllm.distributed.aux_output_connector import worker
+
+    from .routes import Capturer
+
+    _require(worker.RoutedExpertsCapturer is Capturer.__mro__[1], "aux_output_connector.worker.RoutedExpertsCapturer")
+    worker.RoutedExpertsCapturer = Capturer
+
+
+def _routes_on_cpu() -> None:
+    """vLLM refuses routes on its V1 runner and builds that runner by name; ours provides them."""
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker import cpu_worker
+
+    from .routes import RouteCPUModelRunner
+
+    original = VllmConfig._verify_aux_output_compatibility
+    _require(_source(original) == "df40783516c7", "VllmConfig._verify_aux_output_compatibility")
+    _require(cpu_worker.CPUModelRunner is RouteCPUModelRunner.__mro__[1], "cpu_worker.CPUModelRunner")
+
+    class Answer:
+        """The configuration, except that it says to have the V2 runner, which is the only thing the check is wrong about here."""
+
+        use_v2_model_runner = True
+
+        def __init__(self, config: Any) -> None:
+            self._config = config
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._config, name)
+
+    def verify(self: Any) -> None:
+        original(Answer(self))
+
+    VllmConfig._verify_aux_output_compatibility = verify
+    cpu_worker.CPUModelRunner = RouteCPUModelRunner
+
+
+_applied = False
+
+
+def apply() -> None:
+    """Apply all patches. Raises `PatchTargetChanged` in one line."""
+    global _applied
+    if _applied:
+        return
+    _require(vllm.__version__.split("+")[0] == VERSION, "the package")
+    _memory_adapters()
+    _capturer()
+    _routes_on_cpu()
+    _applied = True
