@@ -119,9 +119,7 @@ def samebits_tis(
         raise ValueError(f"policy loss {POLICY_LOSS} computes the importance weights itself; leave rollout_is of the algorithm unset")
     info = config.global_batch_info
     cap = float(config.policy_loss.rollout_correction.rollout_is_threshold)
-    loss, metrics = tis_loss(
-        log_prob, old_log_prob, advantages, response_mask, info["batch_num_tokens"], info["dp_size"], cap
-    )
+    loss, metrics = tis_loss(log_prob, old_log_prob, advantages, response_mask, info["batch_num_tokens"], info["dp_size"], cap)
     collected = _collected.get()
     if collected is None:
         raise RuntimeError(f"policy loss {POLICY_LOSS} runs only inside the samebits training engine")

@@ -1,0 +1,109 @@
+"""What the training engine takes out of a verl batch, and what it refuses.
+
+A verl mini-batch is a TensorDict of jagged tensors: `input_ids` over prompt and response, and over the response alone `responses`,
+`response_mask`, `advantages`, `old_log_probs` and `rollout_log_probs`. Routes come as `routed_experts` over prompt and response.
+Everything here raises `BatchError` in one line before the first forward: a batch that is missing something would train silently
+on something else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from .m3_config import M3Dims
+
+ROUTES = "routed_experts"
+BLOCKS = "block_choices"
+_RESPONSE_FIELDS = ("response_mask", "advantages", "old_log_probs", "rollout_log_probs")
+
+
+class BatchError(ValueError):
+    """A batch lacks what the configured objective or replay needs."""
+
+
+class PackedBatch(NamedTuple):
+    """The inputs of `M3ForTraining.forward`, packed."""
+
+    tokens: Tensor  # int64 [T]
+    lengths: list[int]
+    labels: Tensor  # int64 [T], the following token; meaningless after the last token of a sequence
+    temperature: Tensor  # fp32 [T]
+    routes: Tensor | None  # int16 [T, layers, k], -1 native
+    blocks: Tensor | None  # int16 [T, layers, G, n], -1 native
+
+
+def pack(batch: TensorDict, replay: bool) -> PackedBatch:
+    """Packed model inputs of a micro-batch. Raises `BatchError` on a temperature that is not positive."""
+    ids = batch["input_ids"]
+    tokens, lengths = ids.values(), ids.offsets().diff()
+    temperature = batch["temperature"]
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((len(lengths),), float(temperature))
+    if not (temperature > 0).all():
+        raise BatchError(f"temperature must be positive in training, not {temperature.min().item()}")
+    return PackedBatch(
+        tokens,
+        lengths.tolist(),
+        tokens.roll(-1),
+        temperature.to(tokens.device, torch.float32).repeat_interleave(lengths),
+        _rows(batch, ROUTES) if replay else None,
+        _rows(batch, BLOCKS) if replay and BLOCKS in batch else None,
+    )
+
+
+def _rows(batch: TensorDict, key: str) -> Tensor:
+    """Choices [T, ...] of all tokens; the last token of a sequence has none, whatever the batch was padded with there."""
+    rows = batch[key].values().clone()
+    rows[batch["input_ids"].offsets()[1:] - 1] = -1
+    return rows
+
+
+def require_objective_fields(batch: TensorDict) -> None:
+    """Raise unless the batch holds the rollout's log-probabilities, as many as response tokens, as the old log-probabilities."""
+    for key in ("responses", *_RESPONSE_FIELDS):
+        if key not in batch:
+            hint = {
+                "rollout_log_probs": "; the rollout must return them (actor_rollout_ref.rollout.calculate_log_probs=True)",
+                "old_log_probs": "; they are the rollout's own (algorithm.rollout_correction.bypass_mode=True)",
+            }.get(key, "")
+            raise BatchError(f"the batch has no {key}{hint}")
+        if not batch[key].is_nested:
+            raise BatchError(f"{key} is padded; the training engine takes jagged batches")
+    lengths = batch["responses"].offsets().diff()
+    for key in _RESPONSE_FIELDS:
+        found = batch[key].offsets().diff()
+        if not torch.equal(found, lengths):
+            i = int((found != lengths).nonzero()[0])
+            raise BatchError(f"{key} of sequence {i} has {found[i]} entries for {lengths[i]} response tokens")
+    mask = batch["response_mask"].values().bool()
+    rollout, old = batch["rollout_log_probs"].values()[mask], batch["old_log_probs"].values()[mask]
+    if not torch.isfinite(rollout).all():
+        raise BatchError("rollout_log_probs hold NaN or infinity at a response token")
+    if not torch.equal(rollout, old):
+        raise BatchError("old_log_probs are not the rollout's log-probabilities; set algorithm.rollout_correction.bypass_mode=True")
+
+
+def require_routes(batch: TensorDict, dims: M3Dims) -> int:
+    """Raise unless the batch holds plausible routes for every token; returns the number of (token, MoE layer) pairs with a route."""
+    if ROUTES not in batch:
+        raise BatchError(f"routing replay is configured, but the batch has no {ROUTES}; the rollout must return them")
+    ids, routes = batch["input_ids"], batch[ROUTES]
+    if not routes.is_nested or not torch.equal(routes.offsets(), ids.offsets()):
+        raise BatchError(f"{ROUTES} do not have one row for each token of the batch")
+    shape = tuple(routes.values().shape[1:])
+    if shape != (dims.shape.layers, dims.top_k):
+        raise BatchError(f"{ROUTES} have {shape} entries a token, not {(dims.shape.layers, dims.top_k)} (layers, experts per token)")
+    rows = _rows(batch, ROUTES)[:, list(dims.shape.moe_layers)]
+    given = rows[..., :1] >= 0
+    if ((rows >= 0) != given).any() or (rows < -1).any() or (rows >= dims.shape.experts).any():
+        raise BatchError(f"{ROUTES} hold an expert id outside 0..{dims.shape.experts - 1}, or a row that is -1 only in part")
+    ordered = rows.sort(dim=-1).values
+    repeated = ((ordered[..., 1:] == ordered[..., :-1]) & given).any(-1)
+    if repeated.any():
+        token, slot = (int(i) for i in repeated.nonzero()[0])
+        raise BatchError(f"{ROUTES} of token {token}, layer {dims.shape.moe_layers[slot]} name one expert twice: it was not captured")
+    return int(given.sum())

@@ -1,0 +1,203 @@
+"""verl's training engine for a packed MiniMax-M3: FSDP2 over the training model, AdamW on the adapter alone.
+
+It is verl's own FSDP engine with another model inside. verl keeps the mini-batch loop, gradient accumulation, clipping, schedules and
+off-loading; this file says how the model is built and sharded, what a forward step is, and what leaves for the rollout engine: always
+the adapter, never the base. For a checkpoint that is not ours the registered class steps aside for verl's engine.
+
+What a recipe sets, all through verl's own configuration:
+    model.lora_rank, model.lora_alpha, model.target_modules (groups or roles of `quant.adapter.target_roles`, e.g. "all")
+    model.override_config.samebits_profile, .samebits_kv_cache (default: the checkpoint's profile, its KV format)
+    actor.fsdp_config.seed (adapter init), actor.fsdp_config.router_replay.mode (R3: replay the rollout's routes)
+    actor.policy_loss.loss_mode = samebits_tis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType
+from samebits.quant.adapter import target_roles
+from samebits.quant.checkpoint import Checkpoint
+from samebits.quant.profile import get_profile
+from samebits.quant.roles import MODULE_PATHS
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree
+
+from . import hf_config
+from .batch import pack, require_objective_fields, require_routes
+from .checkpointing import AdapterCheckpointManager
+from .lora import LoRASettings
+from .model import M3ForTraining, M3Output
+from .objective import POLICY_LOSS, collect_metrics
+
+_AGGREGATION = {"sum": AggregationType.SUM, "max": AggregationType.MAX}
+
+
+class SamebitsEngine(FSDPEngineWithLMHead):
+    """FSDP2 engine of the packed model. `adapter_version` is the number of optimizer steps in the adapter."""
+
+    def __new__(cls, model_config: Any, *args: Any, **kwargs: Any):
+        """verl asks for an engine by strategy and device only, so this class is asked for every model and returns verl's for others."""
+        if (model_config.architectures or [None])[0] != hf_config.ARCHITECTURE:
+            return FSDPEngineWithLMHead(model_config, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._require_supported()
+        self.adapter_version = 0
+        self.replay = engine_config.router_replay.mode == "R3"
+        self._route_pairs = 0
+
+    def _require_supported(self) -> None:
+        engine, model = self.engine_config, self.model_config
+        refused = {
+            f"strategy {engine.strategy} (use fsdp2)": engine.strategy != "fsdp2",
+            "ulysses_sequence_parallel_size > 1": engine.ulysses_sequence_parallel_size > 1,
+            "pad_to_length": engine.pad_to_length,
+            "quantization-aware training": self._qat_enabled,
+            f"router_replay.mode {engine.router_replay.mode}": engine.router_replay.mode == "R2",
+            "use_fused_kernels": model.use_fused_kernels,
+            "enable_activation_offload": model.enable_activation_offload,
+            "lora.merge": bool(model.lora.get("merge", False)),
+            "lora_adapter_path": model.lora_adapter_path is not None,
+            "lora_rank 0": model.lora_rank <= 0 and not engine.forward_only,
+        }
+        for what, found in refused.items():
+            if found:
+                raise ValueError(f"the samebits training engine does not support {what}")
+
+    def initialize(self) -> None:
+        """Build the sharded model, optimizer, schedule and checkpoint manager."""
+        self._build_model_optimizer()
+        self.checkpoint_manager = AdapterCheckpointManager(self)
+        offload = self._is_offload_param
+        self.to(device="cpu", model=offload, optimizer=self._is_offload_optimizer, grad=offload)
+
+    def _build_module(self) -> M3ForTraining:
+        config, override = self.model_config, self.model_config.override_config
+        checkpoint = Checkpoint(config.local_path)
+        profile = get_profile(override.get("samebits_profile", checkpoint.config["samebits"]["profile"]), override.get("samebits_kv_cache"))
+        settings = None
+        if config.lora_rank > 0:
+            roles = target_roles(config.target_modules)
+            settings = LoRASettings(config.lora_rank, config.lora_alpha, roles, self.engine_config.seed)
+        module = M3ForTraining(checkpoint, profile, settings, wrap=self._shard)
+        module.checkpoint_activations(config.enable_gradient_checkpointing)
+        return module
+
+    def _shard(self, module: nn.Module) -> None:
+        """Shard one layer, or at last the model. No mixed precision: every parameter keeps its dtype, packed bytes and fp32 masters."""
+        options: dict[str, Any] = {"mesh": self.device_mesh}
+        if (self.engine_config.offload_policy or self.engine_config.forward_only) and get_device_name() != "cpu":
+            self._is_offload_param = self._is_offload_optimizer = False
+            self._uses_fsdp2_cpu_offload_policy = True
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+        if not isinstance(module, M3ForTraining):
+            options["reshard_after_forward"] = self.engine_config.reshard_after_forward
+        fully_shard(module, **options)
+
+    def _build_lora_module(self, module: M3ForTraining) -> M3ForTraining:
+        return module  # the adapter is part of the model
+
+    def _build_fsdp_module(self, module: M3ForTraining) -> M3ForTraining:
+        return module  # each layer was sharded as soon as it was built
+
+    def _build_optimizer(self, module: M3ForTraining) -> torch.optim.Optimizer:
+        from verl.workers.config.optimizer import build_optimizer
+
+        return build_optimizer([p for _, p in module.adapter_parameters()], self.optimizer_config)
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False) -> Any:
+        """verl's mini-batch loop, after the batch was found complete. Raises `BatchError` in one line before the first forward."""
+        if _policy_loss_of(loss_function) == POLICY_LOSS:
+            require_objective_fields(data)
+        if self.replay:
+            pairs = torch.tensor(require_routes(data, self.module.dims), device=get_device_id())
+            torch.distributed.all_reduce(pairs, group=self.get_data_parallel_group())
+            self._route_pairs = int(pairs)
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
+        """One micro-batch to (loss, {model_output, loss, metrics})."""
+        micro_batch = micro_batch.to(get_device_id())
+        batch = pack(micro_batch, self.replay)
+        entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+        out: M3Output = self.module(*batch, entropy=entropy)
+        offsets = micro_batch["input_ids"].offsets()
+        model_output = {"log_probs": torch.nested.nested_tensor_from_jagged(out.logprobs, offsets)}
+        if entropy:
+            model_output["entropy"] = torch.nested.nested_tensor_from_jagged(out.entropy, offsets)
+        if loss_function is None:
+            loss, metrics = torch.ones((), device=out.logprobs.device), {}
+        else:
+            with collect_metrics() as exact:
+                loss, metrics = loss_function(model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group())
+            metrics |= {name: Metric(_AGGREGATION[part.how], part.value) for name, part in exact.items()}
+        if self.replay:
+            metrics |= self._replay_metrics(out, batch.routes)
+        return loss, {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}
+
+    def _replay_metrics(self, out: M3Output, routes: Tensor) -> dict[str, Metric]:
+        dims = self.module.dims
+        expected = (routes[:, :, 0] >= 0).sum(0)
+        moe_layers = list(dims.shape.moe_layers)
+        if not torch.equal(out.replayed[moe_layers], expected[moe_layers]):
+            raise RuntimeError(f"routes were replayed in {out.replayed.tolist()} rows a layer, not in {expected.tolist()}")
+        ranks = self.get_data_parallel_size()
+        layers = int((out.replayed > 0).sum())
+        return {
+            "replay/layers": Metric(AggregationType.MAX, layers),
+            "replay/rows": Metric(AggregationType.SUM, int(out.replayed.max()) * ranks),
+            "replay/agreement": Metric(AggregationType.SUM, int(out.agreed.sum()) * ranks / max(self._route_pairs, 1)),
+        }
+
+    def optimizer_step(self) -> float:
+        """Clip, step and count. Raises `RuntimeError` when the gradient is not finite: no adapter version may go missing silently."""
+        grad_norm = super().optimizer_step()
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            raise RuntimeError(f"gradient norm is {grad_norm} after adapter version {self.adapter_version}; no step was taken")
+        self.adapter_version += 1
+        return grad_norm
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = True, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+        """The adapter for the rollout: (PEFT name, bf16 tensor) pairs and the PEFT config.
+
+        Every rank must drain the iterator, which gathers one layer at a time. The config also holds, under `samebits`, the adapter
+        version and the hash of the numerics profile. Raises `RuntimeError` when the base is asked for: the rollout engine must
+        load it from the checkpoint.
+        """
+        if not base_sync_done:
+            raise RuntimeError("the base is frozen and never sent; set actor_rollout_ref.rollout.load_format=safetensors")
+        if self.module.spec is None:
+            raise RuntimeError("this engine has no adapter to send")
+        rank = self.module.spec.rank
+        targets = sorted({MODULE_PATHS[r].rsplit(".", 1)[-1] for r in self.module.spec.roles})
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type=TaskType.CAUSAL_LM, bias="none").to_dict()
+        config["samebits"] = {"version": self.adapter_version, "profile": self.module.profile.hash}
+        return self.module.export_adapter(), config
+
+
+def _policy_loss_of(loss_function: Callable | None) -> str | None:
+    """Name of the policy loss inside verl's `partial(ppo_loss, config=...)`, or None for another function."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    policy_loss = getattr(config, "policy_loss", None)
+    return policy_loss.loss_mode if policy_loss is not None else None
+
+
+def register() -> None:
+    """Register the engine for FSDP2 on CPU and on NVIDIA GPUs."""
+    for device, vendor in (("cpu", "cpu"), ("cuda", "nvidia")):
+        registered = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
+        if registered.get((device, vendor)) is not SamebitsEngine:
+            EngineRegistry.register("language_model", "fsdp2", device, vendor)(SamebitsEngine)
