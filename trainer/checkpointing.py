@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from samebits.quant.adapter import save_peft
 from torch import Tensor
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+from samebits.quant.adapter import save_peft
 
 if TYPE_CHECKING:
     from .engine import SamebitsEngine

@@ -18,10 +18,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, TaskType
-from samebits.quant.adapter import target_roles
-from samebits.quant.checkpoint import Checkpoint
-from samebits.quant.profile import get_profile
-from samebits.quant.roles import MODULE_PATHS
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -30,6 +26,11 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
+
+from samebits.quant.adapter import target_roles
+from samebits.quant.checkpoint import Checkpoint
+from samebits.quant.profile import get_profile
+from samebits.quant.roles import MODULE_PATHS
 
 from . import hf_config
 from .batch import pack, require_objective_fields, require_routes

@@ -8,9 +8,10 @@ engine's sampler does.
 from __future__ import annotations
 
 import torch
-from samebits.kernels.linear import frozen_linear
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from samebits.kernels.linear import frozen_linear
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits held at a time: 128 MiB of fp32."""

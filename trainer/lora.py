@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
 from samebits.kernels.linear import LoRA
 from samebits.quant.adapter import AdapterSpec, tensor_name
 from samebits.quant.roles import EXPERT_ROLES, ModuleId, Role
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute_later
+
 from samebits.kernels.activation import swiglu_oai
 from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear
 from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
@@ -31,8 +34,6 @@ from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.nvfp4 import NVFP4Tensor
 from samebits.quant.profile import Format, NumericsProfile, require_same
 from samebits.quant.roles import Role
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute_later
 
 from .head import token_logprobs
 from .lora import LayerLoRA, LoRASettings
