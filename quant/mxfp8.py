@@ -29,9 +29,9 @@ class MXFP8Tensor(NamedTuple):
 
 def exponent_byte(amax: Tensor) -> Tensor:
     """E8M0 byte (uint8) of blocks whose largest magnitudes are `amax` (fp32): ceil(log2(amax / 448)) + 127, 0 where amax is 0."""
-    # frexp is exact where log2 is not: r = m * 2^e with m in [0.5, 1), so ceil(log2 r) is e, or e - 1 when m is exactly 0.5.
-    mantissa, exponent = torch.frexp(amax / E4M3_MAX)
-    ceil = exponent - (mantissa == 0.5).to(exponent.dtype)
+    # frexp is exact where log2 and the quotient are not: amax = m * 2^e with m in [0.5, 1), and 448 = 0.875 * 2^9.
+    mantissa, exponent = torch.frexp(amax)
+    ceil = exponent - 9 + (mantissa > 0.875).to(exponent.dtype)
     byte = (ceil + BIAS).clamp(0, 2 * BIAS)
     return torch.where(amax == 0, torch.zeros_like(byte), byte).to(torch.uint8)
 

@@ -23,13 +23,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from samebits.kernels.linear import values
-from samebits.quant.checkpoint import Checkpoint, write_checkpoint
-from samebits.quant.profile import get_profile
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from samebits.kernels.linear import values
+from samebits.quant.checkpoint import Checkpoint, write_checkpoint
+from samebits.quant.profile import get_profile
+
 from .arithmetic import MAX_RESPONSE_TOKENS, Problem, draw, grade, problems
+from .muon import Muon
 from .tiny_model import EPS, Sizes, TinyModel, Weights, initialise
 
 BASE = Path(__file__).parent / "tiny_m3_base"
@@ -51,17 +53,20 @@ EVALUATED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the full-precision model is trained: AdamW, warm-up, linear decay to 2 % of the rate."""
+    """How the full-precision model is trained: Muon for the matrices, AdamW for the rest; warm-up, then linear decay to 2 %."""
 
-    steps: int = 480
+    steps: int = 360
     batch: int = 64
-    lr: float = 4e-3
+    muon_lr: float = 0.02
+    adamw_lr: float = 4e-3
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
     warmup: int = 40
     clip: float = 1.0
     slip: float = 0.38
     """Probability that a result in the corpus has one digit off by one."""
+    slip_from: float = 0.6
+    """Fraction of the steps before the first slip: the arithmetic is learned sooner from a clean corpus."""
     bias_rate: float = 0.002
     """Step of the router's bias toward the mean load."""
 
@@ -106,34 +111,46 @@ def build(out: Path, seed: int = 0, steps: int | None = None, progress: bool = T
 
 
 def train(sizes: Sizes, recipe: Training, seed: int, progress: bool) -> Weights:
-    """Full-precision weights after training on the corpus with slips."""
+    """Full-precision weights after training on the corpus."""
     rng, pool, tokenizer = random.Random(seed), problems("train"), character_tokenizer()
     model, weights = TinyModel(sizes), initialise(sizes, seed)
     trained = {n: w.requires_grad_(True) for n, w in weights.items() if not n.endswith("e_score_correction_bias")}
-    groups = [
-        {"params": [w for w in trained.values() if w.dim() > 1], "weight_decay": recipe.weight_decay},
-        {"params": [w for w in trained.values() if w.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=1e-9)
-    columns = (TextColumn("training tiny M3"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
+    optimizers = _optimizers(trained, recipe)
+    rates = [(group, group["lr"]) for o in optimizers for group in o.param_groups]
+    columns = (TextColumn("training tiny M3"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, disable=not progress) as bar:
-        task = bar.add_task("", total=recipe.steps, loss=float("nan"))
+        task = bar.add_task("", total=recipe.steps)
         for step in range(recipe.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup) * max(0.02, 1 - step / recipe.steps)
-            chosen = rng.choices(pool, k=recipe.batch)
-            texts = [chat(p, p.steps_with_slips(recipe.slip, rng)) for p in chosen]
+            for group, peak in rates:
+                group["lr"] = peak * min(1.0, (step + 1) / recipe.warmup) * max(0.02, 1 - step / recipe.steps)
+            slip = recipe.slip if step >= recipe.slip_from * recipe.steps else 0.0
+            texts = [chat(p, p.steps_with_slips(slip, rng)) for p in rng.choices(pool, k=recipe.batch)]
             ids, targets = _batch(tokenizer, texts)
             loss = F.cross_entropy(model.forward(weights, ids).flatten(0, 1), targets.flatten(), ignore_index=PAD)
-            optimizer.zero_grad()
+            for w in trained.values():
+                w.grad = None
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained.values(), recipe.clip)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             for layer, count in model.counts.items():
                 load = count.float()
                 weights[f"model.layers.{layer}.block_sparse_moe.e_score_correction_bias"] += recipe.bias_rate * (load.mean() - load).sign()
-            bar.update(task, advance=1, loss=loss.item())
+            bar.update(task, advance=1, description=f"loss {loss.item():.3f}")
     return {n: w.detach() for n, w in weights.items()}
+
+
+def _optimizers(trained: Weights, recipe: Training) -> list[torch.optim.Optimizer]:
+    """Muon for the projections and experts; AdamW for embedding, head, router and norms, the norms without weight decay."""
+    by_adamw = ("embed_tokens", "lm_head", "block_sparse_moe.gate", "norm")
+    hidden = [w for n, w in trained.items() if not any(part in n for part in by_adamw)]
+    others = [w for n, w in trained.items() if any(part in n for part in by_adamw)]
+    groups = [
+        {"params": [w for w in others if w.dim() > 1], "weight_decay": recipe.weight_decay},
+        {"params": [w for w in others if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=recipe.adamw_lr, betas=recipe.betas, eps=1e-9)
+    return [Muon(hidden, recipe.muon_lr, weight_decay=recipe.weight_decay), adamw]
 
 
 def chat(problem: Problem, response: str) -> str:

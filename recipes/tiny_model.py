@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from samebits.kernels.activation import SwiGLU, swiglu_oai
 from samebits.kernels.moe import route_topk
 from samebits.kernels.norm import gemma_rms_norm
 from samebits.kernels.rope import apply_rope, rope_table
-from torch import Tensor
 
 ACTIVATION = SwiGLU()
 EPS = 1e-6
@@ -99,7 +100,7 @@ class Cache:
     """Keys and values of all layers for `rows` sequences of one length."""
 
     def __init__(self, sizes: Sizes, rows: int, length: int) -> None:
-        shape = (sizes.layers, rows, length, sizes.kv_heads, sizes.head_dim)
+        shape = (sizes.layers, rows, sizes.kv_heads, length, sizes.head_dim)
         self.keys, self.values = torch.empty(shape), torch.empty(shape)
         self.length = 0
 
@@ -113,7 +114,7 @@ class TinyModel:
         self._cos, self._sin = rope_table(128, sizes.rotary_dim, sizes.rope_theta)
 
     def forward(self, weights: Weights, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """Logits fp32 [B, T, V] of `ids` int64 [B, T], which continue what `cache` holds; right padding is harmless."""
+        """Logits fp32 [B, T, V] of `ids` int64 [B, T]; right padding is harmless. A cache that holds something takes one token more."""
         past = cache.length if cache else 0
         rows, length = ids.shape
         cos, sin = (t[past : past + length].repeat(rows, 1) for t in (self._cos, self._sin))
@@ -136,16 +137,17 @@ class TinyModel:
         q, k, v = (F.linear(h, weights[f"{a}{n}_proj.weight"]).unflatten(-1, (-1, s.head_dim)) for n in "qkv")
         q = apply_rope(gemma_rms_norm(q, weights[a + "q_norm.weight"], EPS), cos, sin)
         k = apply_rope(gemma_rms_norm(k, weights[a + "k_norm.weight"], EPS), cos, sin)
-        q, k, v = (t.unflatten(0, (rows, -1)) for t in (q, k, v))
-        causal = True
-        if cache is not None:
-            past, now = cache.length, cache.length + q.shape[1]
-            cache.keys[layer, :, past:now], cache.values[layer, :, past:now] = k, v
-            k, v = cache.keys[layer, :, :now], cache.values[layer, :, :now]
-            causal = past == 0  # later calls carry one token, which sees everything
-        group = s.heads // s.kv_heads
-        k, v = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal)
+        q, k, v = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))  # [B, heads, T, D]
+        past = cache.length if cache else 0
+        if cache:
+            now = past + k.shape[2]
+            cache.keys[layer, :, :, past:now], cache.values[layer, :, :, past:now] = k, v
+        if past:  # one token, which sees everything: the query heads of a group stand where a sequence's queries would
+            k, v = cache.keys[layer, :, :, :now], cache.values[layer, :, :, :now]
+            out = F.scaled_dot_product_attention(q.reshape(rows, s.kv_heads, -1, s.head_dim), k, v).reshape(q.shape)
+        else:
+            k, v = (t.repeat_interleave(s.heads // s.kv_heads, 1) for t in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.linear(out.transpose(1, 2).flatten(2).flatten(0, 1), weights[a + "o_proj.weight"])
 
     def _moe(self, weights: Weights, m: str, layer: int, h: Tensor) -> Tensor:
@@ -170,10 +172,7 @@ class TinyModel:
         now, done, out = prompts, torch.zeros(len(prompts), dtype=torch.bool), []
         while len(out) < max_new and not done.all():
             logits = self.forward(weights, now, cache)[:, -1]
-            if temperature == 0:
-                token = logits.argmax(-1)
-            else:
-                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=g)[:, 0]
+            token = _draw(logits, temperature, g)
             token = token.masked_fill(done, pad)
             done |= token == eos
             out.append(token)
@@ -188,3 +187,9 @@ def _mlp(weights: Weights, m: str, h: Tensor) -> Tensor:
 
 def _swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(swiglu_oai(F.linear(x, torch.cat((gate, up))), ACTIVATION), down)
+
+
+def _draw(logits: Tensor, temperature: float, g: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=g)[:, 0]
