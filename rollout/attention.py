@@ -2,8 +2,8 @@
 
 **Cache.** A page holds 128 tokens; a token's row in it is [K of each KV head | V of each KV head | index key]. The index key lies in
 the row of its token, so that whatever moves a page moves all three. Elements are in the compute dtype, or each head's vector is a
-row of `quant.kv` bytes (72 for a head of 128). Dense layers keep an unused index area, so that all layers share one layout, one block table and one
-metadata build.
+row of `quant.kv` bytes (72 for a head of 128). Dense layers keep an unused index area, so that all layers share one layout, one
+block table and one metadata build.
 
 **Batch.** vLLM hands over packed tokens of sequences of different lengths. `plan` sorts the sequences into buckets of similar query
 and context length (each at most 1.5 times padded), so that a decode step of hundreds of sequences is one or two padded calls, and
@@ -178,12 +178,17 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.sparse = sparse_config(config) if sparse else None
         self.dtype = get_current_vllm_config().model_config.dtype
         self.kv_cache = torch.tensor([])
-        self.rows: Tensor | None = None  # [pages * 128, row]
+        self.flat: Tensor | None = None  # [pages * 128 * vectors, width], one vector a row
         self.prefix = prefix
         context = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in context:
             raise ValueError(f"layer {prefix} exists twice")
         context[prefix] = self
+
+    @property
+    def vectors(self) -> int:
+        """Vectors in a row: K and V of each head, and the index key."""
+        return 2 * self.kv_heads + 1
 
     @property
     def head_width(self) -> int:
@@ -207,22 +212,19 @@ class PagedCache(nn.Module, AttentionLayerBase):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """`kv_cache` [pages, 1, 128, row]."""
         self.kv_cache = kv_cache
-        self.rows = kv_cache.view(-1, kv_cache.shape[-1])
+        self.flat = kv_cache.view(-1, self.head_width)
 
-    def _encode(self, x: Tensor) -> Tensor:
-        """[T, heads, D] to the row's form [T, heads * width]."""
-        return (kv.write(x) if self.packed else x).flatten(1)
-
-    def _decode(self, rows: Tensor) -> Tensor:
-        """[..., heads * width] to [..., heads, D]."""
-        heads = rows.unflatten(-1, (-1, self.head_width))
-        return kv.read(heads, self.dim, self.dtype) if self.packed else heads
+    def _write(self, slots: Tensor, *parts: Tensor) -> None:
+        """Put vectors [T, heads, D] of tokens into their rows, in the order given."""
+        vectors = torch.cat(parts, dim=1)
+        vectors = kv.write(vectors) if self.packed else vectors
+        self.flat.view(-1, self.vectors, self.head_width)[:, : vectors.shape[1]].index_put_((slots,), vectors)
 
     def _read(self, keys: Tensor, first: int, heads: int) -> Tensor:
-        """`heads` vectors from the `first` on of the rows `keys` [R, K]: [R, K, heads, D]."""
-        width = self.head_width
-        part = self.rows[:, first * width : (first + heads) * width]
-        return self._decode(part[keys])
+        """`heads` vectors from the `first` on of the rows `keys` [R, K]: [R, K, heads, D], stored as [R, heads, K, D]."""
+        index = keys[:, None] * self.vectors + torch.arange(first, first + heads, device=keys.device)[:, None]
+        found = self.flat.index_select(0, index.flatten()).view(*index.shape, self.head_width)
+        return (kv.read(found, self.dim, self.dtype) if self.packed else found).transpose(1, 2)
 
     def read_back(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the cache holds at rows `keys` [R, K]: K and V [R, K, G, D], index keys [R, K, 1, D]."""
@@ -243,9 +245,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
             return out
         step: StepPlan = metadata[self.prefix]
         n, g = step.slots.shape[0], self.kv_heads
-        parts = [self._encode(x[:n]) for x in (k, v, index_k) if x is not None]
-        row = torch.cat(parts, dim=-1)
-        self.rows[:, : row.shape[1]].index_put_((step.slots,), row)
+        self._write(step.slots, *(x[:n] for x in (k, v, index_k) if x is not None))
         for bucket in step.buckets:
             where = torch.arange(n, device=q.device)[:, None] if bucket.query is None else bucket.query
             queries = q[:n, None] if bucket.query is None else q[where]
@@ -255,8 +255,8 @@ class PagedCache(nn.Module, AttentionLayerBase):
                 index = index_q[:n, None] if bucket.query is None else index_q[where]
                 blocks = select_blocks(index, self._read(keys, 2 * g, 1).squeeze(2), bucket.q_pos, self.sparse)
                 block = self.sparse.block
-            both = self._read(keys, 0, 2 * g)
-            part = attend(queries, both[:, :, :g], both[:, :, g:], bucket.q_pos, self.scale, blocks, block)
+            # K and V are gathered head by head, so that the products below read them where they are.
+            part = attend(queries, self._read(keys, 0, g), self._read(keys, g, g), bucket.q_pos, self.scale, blocks, block)
             if bucket.query is None:
                 out[:n] = part[:, 0]
             else:
@@ -268,9 +268,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
 def sparse_config(config: Any) -> SparseConfig:
     """Block choice of the model's sparse layers."""
     c = config.sparse_attention_config
-    return SparseConfig(
-        c["sparse_block_size"], c["sparse_topk_blocks"], c.get("sparse_init_block", 0), c.get("sparse_local_block", 1)
-    )
+    return SparseConfig(c["sparse_block_size"], c["sparse_topk_blocks"], c.get("sparse_init_block", 0), c.get("sparse_local_block", 1))
 
 
 class HeadNorm(nn.Module):
@@ -301,9 +299,7 @@ class Attention(nn.Module):
             index_heads, index_dim = c["sparse_num_index_heads"], c["sparse_index_dim"]
             if index_heads != self.kv_heads or index_dim != self.dim:
                 raise ValueError(f"{prefix}: the indexer must have the KV heads' count and size")
-            self.qkv_proj = MinimaxM3QKVParallelLinearWithIndexer(
-                h, self.dim, self.heads, self.kv_heads, index_heads, index_dim, **options
-            )
+            self.qkv_proj = MinimaxM3QKVParallelLinearWithIndexer(h, self.dim, self.heads, self.kv_heads, index_heads, index_dim, **options)
             slices += [("index_q_proj", index_heads * index_dim, "index_q"), ("index_k_proj", index_dim, "index_k")]
             self.index_q_norm = HeadNorm(index_dim, config.rms_norm_eps)
             self.index_k_norm = HeadNorm(index_dim, config.rms_norm_eps)
