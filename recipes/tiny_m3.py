@@ -55,7 +55,7 @@ EVALUATED = 1024
 class Training:
     """How the full-precision model is trained: Muon for the matrices, AdamW for the rest; warm-up, then linear decay to 2 %."""
 
-    steps: int = 360
+    steps: int = 430
     batch: int = 64
     muon_lr: float = 0.02
     adamw_lr: float = 4e-3
@@ -63,9 +63,9 @@ class Training:
     weight_decay: float = 0.01
     warmup: int = 40
     clip: float = 1.0
-    slip: float = 0.38
+    slip: float = 0.36
     """Probability that a result in the corpus has one digit off by one."""
-    slip_from: float = 0.6
+    slip_from: float = 0.7
     """Fraction of the steps before the first slip: the arithmetic is learned sooner from a clean corpus."""
     bias_rate: float = 0.002
     """Step of the router's bias toward the mean load."""
