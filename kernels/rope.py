@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 
-def rope_table(max_position: int, rotary_dim: int, theta: float, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [max_position, rotary_dim / 2], computed as vLLM's `RotaryEmbedding` computes its cache."""
-    inv_freq = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim))
-    angles = torch.arange(max_position, dtype=torch.float32, device=device)[:, None] * inv_freq
-    return angles.cos(), angles.sin()
+def rope_table(
+    max_position: int, rotary_dim: int, theta: float, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 [max_position, rotary_dim / 2] on `device` (default: torch's default device).
+
+    Computed on the CPU whatever the device, by the formula of vLLM's `RotaryEmbedding`: both sides of a run get the same bits.
+    """
+    inv_freq = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim))
+    angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq
+    device = torch.get_default_device() if device is None else device
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` [T, heads, D] by `cos`, `sin` [T, rotary_dim / 2]; computed in fp32, result in x's dtype."""
-    half = cos.shape[-1]
-    c, s = cos.float()[:, None], sin.float()[:, None]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    return torch.cat(((a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype), x[..., 2 * half :]), dim=-1)
+    """Rotate `x` [T, heads, D] by `cos`, `sin` [T, rotary_dim / 2] (no gradient); computed in fp32, result in x's dtype."""
+    return _Rope.apply(x, cos, sin)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,7 @@ def train(
 ) -> None:
     """Run a recipe; the same command resumes a run that was interrupted."""
     if not verbose:
+        warnings.simplefilter("ignore")  # verl warns about each optional engine that is not installed
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")

@@ -18,6 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from samebits.quant.profile import NumericsProfile, get_profile
 
+from .data import TASKS
+
 RECIPES = Path(__file__).parent
 
 
@@ -152,6 +154,7 @@ def verl_defaults() -> DictConfig:
         initialize_config_module("verl.trainer.config", version_base=None)
     config = compose("ppo_trainer")
     OmegaConf.set_struct(config, True)
+    OmegaConf.set_struct(config.actor_rollout_ref.rollout.engine_kwargs, False)  # vLLM's own arguments, which vLLM checks
     return config
 
 
@@ -199,10 +202,17 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
         "actor_rollout_ref.model.target_modules": recipe.lora.targets,
         "actor_rollout_ref.rollout.dtype": "float32" if recipe.profile.activations == "float32" else "bfloat16",
         "actor_rollout_ref.rollout.seed": recipe.seed,
+        "actor_rollout_ref.actor.fsdp_config.seed": recipe.seed,
+        "actor_rollout_ref.actor.fsdp_config.router_replay": {
+            "_target_": "verl.workers.config.EngineRouterReplayConfig",
+            "mode": "R3" if verl.actor_rollout_ref.rollout.enable_rollout_routing_replay else "disabled",
+        },
         "actor_rollout_ref.rollout.n_gpus_per_node": verl.trainer.n_gpus_per_node,
         "actor_rollout_ref.rollout.prompt_length": verl.data.max_prompt_length,
         "actor_rollout_ref.rollout.response_length": verl.data.max_response_length,
         "data.seed": recipe.seed,
+        "reward.custom_reward_function.path": TASKS.get(recipe.task),
+        "reward.custom_reward_function.name": "compute_score",
         "trainer.device": recipe.device,
         "trainer.experiment_name": recipe.name,
         "trainer.default_local_dir": str(folder / "checkpoints"),
@@ -210,14 +220,20 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
     OmegaConf.set_struct(verl, False)
     for key, value in derived.items():
         OmegaConf.update(verl, key, value)
-    OmegaConf.update(verl, "actor_rollout_ref.model.override_config.samebits", profile_options | {"seed": recipe.seed})
+    numerics = {"samebits_profile": recipe.profile.name, "samebits_kv_cache": recipe.numerics.kv_cache}
+    verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, numerics)
+    # verl's V1 trainer reads the correction from the algorithm, the loss reads it from the actor: keep one.
+    verl.actor_rollout_ref.actor.policy_loss.rollout_correction = {
+        "_target_": "verl.trainer.config.algorithm.RolloutCorrectionConfig",
+        **OmegaConf.to_container(verl.algorithm.rollout_correction, resolve=True),
+    }
     engine = verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
     engine_options = {"additional_config": {"samebits": profile_options}, "distributed_executor_backend": "uni"}
     verl.actor_rollout_ref.rollout.engine_kwargs["vllm"] = OmegaConf.merge(engine_options, engine)
     if recipe.device == "cpu":
         OmegaConf.update(verl, "actor_rollout_ref.rollout.free_cache_engine", False)
-        OmegaConf.update(verl, "actor_rollout_ref.rollout.enable_sleep_mode", False)
         OmegaConf.update(verl, "ray_kwargs.ray_init.num_cpus", 32)
         OmegaConf.update(verl, "ray_kwargs.ray_init.num_gpus", verl.trainer.n_gpus_per_node * verl.trainer.nnodes)
+    OmegaConf.update(verl, "actor_rollout_ref.rollout.enable_sleep_mode", verl.actor_rollout_ref.rollout.free_cache_engine)
     OmegaConf.set_struct(verl, True)
     return verl

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import arithmetic
-from .config import Recipe
 
+if TYPE_CHECKING:
+    from .config import Recipe
+
+TASKS = {"arithmetic": f"pkg://{arithmetic.__name__}"}
+"""Module of each task, as verl names one; its `compute_score` is verl's reward function."""
 HELD_OUT = 512
 TRAIN_PROMPTS = 20000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,14 @@ class TaskRunner:
 
     def run(self, config: DictConfig, recipe: Recipe) -> None:
         """Train, from the newest checkpoint where there is one."""
+        # Left over from a killed start, a runner may live for a moment: it must not write beside this one.
+        held = run_dir.lock(recipe.folder, "runner", wait=60.0)
+        try:
+            self._train(config, recipe)
+        finally:
+            held.close()
+
+    def _train(self, config: DictConfig, recipe: Recipe) -> None:
         import transfer_queue as tq
         from samebits.rollout.batch_loop import BatchLoop
 
@@ -56,6 +65,11 @@ def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = Fa
     Raises `RecipeError` before anything starts, `JobFailed` with one line when the job stops.
     """
     validate(recipe, verl)
+    with run_dir.lock(recipe.folder, "job"):
+        return _train_locked(recipe, verl, console, verbose)
+
+
+def _train_locked(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool) -> dict[str, Any]:
     run_dir.prepare(recipe, verl)
     train_file, test_file = write_task_data(recipe, recipe.folder / "data")
     with open_dict(verl):
@@ -99,7 +113,7 @@ def _set_environment(recipe: Recipe) -> None:
         "SAMEBITS_FAULT": json.dumps({"kind": recipe.fault.kind, "step": recipe.fault.step}),
     }
     if recipe.device == "cpu":
-        os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        os.environ |= {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def _start_ray(verl: DictConfig, verbose: bool) -> None:
@@ -151,6 +165,7 @@ def _state(line: dict[str, Any], heldout: float | None) -> str:
 
 def _one_line(error: BaseException) -> str:
     text = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    text = re.sub(r"^[A-Za-z_][\w.]*(Error|Mismatch|Lost|Failed|Exception): ", "", text)  # of a traceback carried along by Ray
     return text if len(text) < 600 else text[:600] + "..."
 
 

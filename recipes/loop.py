@@ -87,7 +87,7 @@ class SamebitsTrainer(PPOTrainerSync):
         """Generate and grade this step's samples."""
         started = time.perf_counter()
         found = super().prepare_step()
-        self._step_metrics["time/rollout"] = time.perf_counter() - started
+        self._step_metrics |= {"time/rollout": time.perf_counter() - started, **self.agent_loop_manager.digests}
         return found
 
     def _fetch_one_gen_batch(self):
@@ -140,7 +140,7 @@ class SamebitsTrainer(PPOTrainerSync):
     def _save_checkpoint(self) -> None:
         super()._save_checkpoint()
         step = self.global_steps
-        source = Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / "actor" / "adapter"
+        source = Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / "actor" / "peft"
         target = self.recipe.folder / "adapters" / f"step_{step}"
         if not source.is_dir():
             raise WeightMismatch(f"checkpoint of step {step} holds no adapter at {source}")

@@ -11,10 +11,12 @@ summary.json    the result, written at the end
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,6 +25,25 @@ from .config import Recipe, RecipeError
 # Keys that may change between the start and the resumption of a run.
 _FREE_KEYS = ("trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.max_actor_ckpt_to_keep")
 _FREE_OWN_KEYS = ("checks", "fault", "threads", "run_dir")
+
+
+def lock(folder: Path, name: str, wait: float = 0.0) -> TextIO:
+    """Take the lock `name` of a run directory for as long as the returned file stays open; the kernel frees it with the process.
+
+    Waits up to `wait` seconds for a dying process to let go. Raises `RecipeError` when another process keeps it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / f".{name}.lock").open("w")
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise RecipeError(f"{folder} is in use by another process") from None
+            time.sleep(0.2)
 
 
 class MetricsLog:
@@ -101,7 +122,7 @@ def repair_tracker(checkpoints: Path) -> None:
     complete = sorted(
         int(folder.name.removeprefix("global_step_"))
         for folder in checkpoints.glob("global_step_*")
-        if (folder / "data.pt").is_file() and (folder / "actor" / "complete").is_file()
+        if (folder / "data.pt").is_file() and (folder / "actor" / "samebits_trainer.json").is_file()
     )
     text = tracker.read_text().strip()
     if text.isdigit() and int(text) in complete:

@@ -15,9 +15,9 @@ from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.profile import ProfileMismatch, require_same
 
 from .config import Recipe, RecipeError, verl_defaults
+from .data import TASKS
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-TASKS = ("arithmetic",)
 
 
 def validate(recipe: Recipe, verl: DictConfig) -> AdapterSpec:
@@ -103,10 +103,6 @@ def _sampling(verl: DictConfig) -> None:
             f"{name}.top_k={rollout.top_k} renormalises the engine's logprobs over the kept tokens, which the trainer does not know: "
             "use top_k=-1"
         )
-    if rollout.repetition_penalty != 1.0:
-        raise RecipeError(
-            f"{name}.repetition_penalty={rollout.repetition_penalty} changes the engine's distribution but not the trainer's"
-        )
     if rollout.logprobs_mode != "processed_logprobs":
         raise RecipeError(
             f"{name}.logprobs_mode={rollout.logprobs_mode} ignores the temperature ({rollout.temperature}) that the trainer applies: "
@@ -153,8 +149,8 @@ def _sync(verl: DictConfig) -> None:
         raise RecipeError(f"actor_rollout_ref.rollout.load_format={rollout.load_format} leaves the base random: use safetensors")
     if verl.actor_rollout_ref.model.lora.get("merge", False):
         raise RecipeError("actor_rollout_ref.model.lora.merge=true would round the adapter into 16-bit weights")
-    if rollout.enable_rollout_routing_replay and rollout.enable_prefix_caching:
-        raise RecipeError("actor_rollout_ref.rollout.enable_prefix_caching=true: cached prompt tokens have no routes to replay")
+    if rollout.enable_rollout_routing_replay and not rollout.enable_prefix_caching:
+        raise RecipeError("actor_rollout_ref.rollout.enable_prefix_caching=false: vLLM keeps the routes to replay with its cached blocks")
     if verl.trainer.v1.trainer_mode != "sync":
         raise RecipeError(f"trainer.v1.trainer_mode={verl.trainer.v1.trainer_mode}: one optimizer step a batch needs sync")
 
@@ -174,6 +170,4 @@ def _batches(verl: DictConfig) -> None:
     longest = verl.data.max_prompt_length + verl.data.max_response_length
     budget = verl.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     if budget < longest:
-        raise RecipeError(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget} cannot hold one sequence of {longest} tokens"
-        )
+        raise RecipeError(f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget} cannot hold one sequence of {longest} tokens")

