@@ -16,9 +16,34 @@ class SwiGLU(NamedTuple):
     limit: float = 7.0
 
 
+class _SwiGLU(torch.autograd.Function):
+    """The gradient is written out, so that only the two inputs are kept."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, params: SwiGLU) -> Tensor:
+        ctx.params = params
+        ctx.save_for_backward(gate, up)
+        gate = gate.float().clamp(max=params.limit)
+        up = up.float().clamp(-params.limit, params.limit)
+        return gate * torch.sigmoid(params.alpha * gate) * (up + params.beta)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (gate, up), params = ctx.saved_tensors, ctx.params
+        g, u = gate.float().clamp(max=params.limit), up.float().clamp(-params.limit, params.limit)
+        s = torch.sigmoid(params.alpha * g)
+        gs = g * s
+        # d(g s)/dg = s + alpha g s (1 - s); a clamped half passes no gradient.
+        grad_gate = grad * (u + params.beta) * (s + params.alpha * (gs - gs * s)) * (gate <= params.limit)
+        grad_up = grad * gs * (up.abs() <= params.limit)
+        return grad_gate.to(gate.dtype), grad_up.to(up.dtype), None
+
+
+def swiglu_oai_halves(gate: Tensor, up: Tensor, params: SwiGLU) -> Tensor:
+    """`gate` and `up` [..., I] to fp32 [..., I]."""
+    return _SwiGLU.apply(gate, up, params)
+
+
 def swiglu_oai(gate_up: Tensor, params: SwiGLU) -> Tensor:
     """`gate_up` [..., 2I], gate half first, to fp32 [..., I]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    gate = gate.clamp(max=params.limit)
-    up = up.clamp(-params.limit, params.limit)
-    return gate * torch.sigmoid(params.alpha * gate) * (up + params.beta)
+    return swiglu_oai_halves(*gate_up.chunk(2, dim=-1), params)

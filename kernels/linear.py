@@ -42,6 +42,20 @@ def select(weight: FrozenWeight, index: int) -> FrozenWeight:
     return type(weight)(*(part[index] for part in weight)) if isinstance(weight, tuple) else weight[index]
 
 
+def rows_of(weight: FrozenWeight, start: int, stop: int) -> FrozenWeight:
+    """Some output rows of a matrix [N, K]."""
+    if not isinstance(weight, tuple):
+        return weight[start:stop]
+    # Codes and block scales have a row for each output; a global scale has no dimension here.
+    return type(weight)(*(part[start:stop] if part.dim() > 1 else part for part in weight))
+
+
+def split(weight: FrozenWeight, parts: int) -> tuple[FrozenWeight, ...]:
+    """A matrix [N, K] cut into `parts` of equal height, e.g. a stacked gate and up."""
+    n = (weight[0] if isinstance(weight, tuple) else weight).shape[0] // parts
+    return tuple(rows_of(weight, i * n, (i + 1) * n) for i in range(parts))
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, kind: type, *parts: Tensor) -> Tensor:
@@ -51,7 +65,9 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        grad_x = (grad.float() @ values(_join(ctx.kind, ctx.saved_tensors))).to(ctx.x_dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad.float() @ values(_join(ctx.kind, ctx.saved_tensors))).to(ctx.x_dtype)
         return (grad_x, None, *(None for _ in ctx.saved_tensors))
 
 
@@ -73,10 +89,37 @@ def add_lora(out: Tensor, x: Tensor, lora: LoRA, adapter_ids: Tensor | None) -> 
     """
     for slot, rows in adapter_rows(adapter_ids):
         xs = x if rows is None else x[rows]
-        u = F.linear(xs.float(), lora.a[slot].float()).to(x.dtype)
-        delta = F.linear(u.float(), lora.b[slot].float())
-        out = out + delta if rows is None else out.index_add(0, rows, delta)
+        u = F.linear(xs.float(), lora.a[slot].float()).to(x.dtype).float()
+        b = lora.b[slot].float()
+        out = torch.addmm(out, u, b.t()) if rows is None else out.index_add(0, rows, F.linear(u, b))
     return out
+
+
+class _LoRALinear(torch.autograd.Function):
+    """`frozen_linear` and `add_lora` of one slot for all rows, with one gradient GEMM for both: g [W | B] gives dx and du."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, a: Tensor, b: Tensor, kind: type, *parts: Tensor) -> Tensor:
+        x32 = x.float()
+        u = F.linear(x32, a.float()).to(x.dtype)
+        ctx.kind = kind
+        ctx.save_for_backward(x, u, a, b, *parts)
+        return torch.addmm(F.linear(x32, values(_join(kind, parts))), u.float(), b.float().t())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, u, a, b, *parts = ctx.saved_tensors
+        grad, a32, b32 = grad.float(), a.float(), b.float()
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = values(_join(ctx.kind, tuple(parts)))
+            both = grad @ torch.cat((weight, b32), dim=1)
+            grad_x, grad_u = both[:, : weight.shape[1]], both[:, weight.shape[1] :]
+            grad_x = torch.addmm(grad_x, grad_u, a32).to(x.dtype)
+        else:
+            grad_u = grad @ b32
+        grad_a, grad_b = grad_u.t() @ x.float(), grad.t() @ u.float()
+        return grad_x, grad_a.to(a.dtype), grad_b.to(b.dtype), None, *(None for _ in parts)
 
 
 def adapter_rows(adapter_ids: Tensor | None) -> list[tuple[int, Tensor | None]]:
@@ -91,7 +134,14 @@ def adapter_rows(adapter_ids: Tensor | None) -> list[tuple[int, Tensor | None]]:
 
 def lora_linear(x: Tensor, weight: FrozenWeight, lora: LoRA | None = None, adapter_ids: Tensor | None = None) -> Tensor:
     """Frozen linear with adapter: x [T, K] to [T, N] in x's dtype. See the module docstring for the arithmetic."""
-    out = frozen_linear(x, weight)
-    if lora is not None:
-        out = add_lora(out, x, lora, adapter_ids)
-    return out.to(x.dtype)
+    return lora_sum(x, weight, lora, adapter_ids).to(x.dtype)
+
+
+def lora_sum(x: Tensor, weight: FrozenWeight, lora: LoRA | None = None, adapter_ids: Tensor | None = None) -> Tensor:
+    """`lora_linear` before its rounding: fp32 [T, N]."""
+    if lora is None:
+        return frozen_linear(x, weight)
+    if adapter_ids is not None:
+        return add_lora(frozen_linear(x, weight), x, lora, adapter_ids)
+    parts = weight if isinstance(weight, tuple) else (weight,)
+    return _LoRALinear.apply(x, lora.a[0], lora.b[0], type(weight) if isinstance(weight, tuple) else Tensor, *parts)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .activation import SwiGLU, swiglu_oai
-from .linear import FrozenWeight, LoRA, add_lora, frozen_linear, select
+from .activation import SwiGLU, swiglu_oai_halves
+from .linear import FrozenWeight, LoRA, lora_sum, select, split
 
 
 class ExpertLoRA(NamedTuple):
@@ -60,28 +60,34 @@ def moe(
     Returns:
         [T, H] in x's dtype, summed in fp32. Gradients go to x, weights and the adapter.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if not len(x):
+        return torch.zeros_like(x)
+    k = ids.shape[1]
+    ids, slot = ids.sort(dim=-1, stable=True)
     # One sort groups the (token, k) pairs by expert; within an expert, tokens stay in order.
     flat = ids.reshape(-1)
     order = flat.argsort(stable=True)
+    token = torch.div(order, k, rounding_mode="floor")
     experts, counts = flat[order].unique_consecutive(return_counts=True)
-    pairs = order.split(counts.tolist())
+    sizes = counts.tolist()
+    rows = x.index_select(0, token).split(sizes)
+    slots = [None] * len(sizes) if adapter_ids is None else adapter_ids[token].split(sizes)
     gates, ups, downs = (_by_expert(p) for p in lora or (None, None, None))
-    for e, pair in zip(experts.tolist(), pairs, strict=True):
-        token = torch.div(pair, ids.shape[1], rounding_mode="floor")
-        xs = x[token]
-        slots = None if adapter_ids is None else adapter_ids[token]
-        h = frozen_linear(xs, select(w13, e))
-        if gates or ups:
-            gate, up = h.chunk(2, dim=-1)
-            gate = add_lora(gate, xs, gates[e], slots) if gates else gate
-            up = add_lora(up, xs, ups[e], slots) if ups else up
-            h = torch.cat((gate, up), dim=-1)
-        act = swiglu_oai(h.to(x.dtype), activation).to(x.dtype)
-        y = frozen_linear(act, select(w2, e))
-        if downs:
-            y = add_lora(y, act, downs[e], slots)
-        out.index_add_(0, token, y * weights.reshape(-1)[pair][:, None].float())
+    parts = []
+    for e, xs, ad in zip(experts.tolist(), rows, slots, strict=True):
+        gate, up = (
+            lora_sum(xs, w, pair[e] if pair else None, ad).to(x.dtype)
+            for w, pair in zip(split(select(w13, e), 2), (gates, ups), strict=True)
+        )
+        act = swiglu_oai_halves(gate, up, activation).to(x.dtype)
+        parts.append(lora_sum(act, select(w2, e), downs[e] if downs else None, ad))
+    # Back in token order, a token's k results are added one after the other: the same order on every device, which an
+    # atomic scatter would not keep.
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    y = torch.cat(parts).index_select(0, place).unflatten(0, ids.shape) * weights.float().gather(-1, slot)[..., None]
+    out = y[:, 0]
+    for i in range(1, k):
+        out = out + y[:, i]
     return out.to(x.dtype)
 
 

@@ -75,20 +75,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, scale: float, blocks:
         allowed = (key_pos >= 0) & (key_pos <= q_pos[:, :1, None])  # [R, G, n * block]
         scores = torch.einsum("rqghd,rgkd->rghqk", grouped, k.float()) * scale
         weights = _softmax(scores, allowed[:, :, None, None])
-        out = torch.einsum("rghqk,rgkd->rqghd", weights, v.float())
+        out = torch.einsum("rghqk,rgkd->rqghd", weights, _clean(v, allowed))
         return out.reshape(q.shape).to(q.dtype)
     allowed = (torch.arange(keys, device=q.device) <= q_pos[..., None])[:, :, None]  # [R, Q, 1, K]
     if blocks is not None:
         allowed = allowed & _block_mask(blocks, keys, block)
     scores = torch.einsum("rqghd,rkgd->rghqk", grouped, k.float()) * scale
     weights = _softmax(scores, allowed.transpose(1, 2)[:, :, None])
-    return torch.einsum("rghqk,rkgd->rqghd", weights, v.float()).reshape(q.shape).to(q.dtype)
+    v = _clean(v, allowed.any(1).transpose(1, 2))
+    return torch.einsum("rghqk,rkgd->rqghd", weights, v).reshape(q.shape).to(q.dtype)
 
 
 def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
     # A padding row allows no key: its softmax would be NaN, so it is given zeros through a finite floor and a mask.
     scores = scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
     return scores.softmax(-1) * allowed
+
+
+def _clean(v: Tensor, used: Tensor) -> Tensor:
+    """fp32 values with zeros where no query looks: a page's unwritten tail may hold NaN, and NaN times a weight of zero is NaN."""
+    return v.float().masked_fill(~used[..., None], 0.0)
 
 
 def _block_mask(blocks: Tensor, keys: int, block: int) -> Tensor:
@@ -155,20 +161,48 @@ def packed_attention(
 
     Args:
         q: [T, H, D]. k, v: [T, G, D]. index_q: [T, G, D]. index_k: [T, D].
-        buckets: from `pad_packed`. replay_blocks: int32 [T, G, topk], block choices to use instead of the indexer's own.
+            index_q and index_k may be None when no sequence has more blocks than are chosen.
+        buckets: from `pad_packed`. replay_blocks: int32 [T, G, topk], block choices to use instead of the indexer's own; a row that
+            starts with -1 keeps the indexer's choice.
     Returns:
         (out [T, H, D], chosen blocks int32 [T, G, topk] or None for dense attention).
     """
     out = torch.zeros_like(q)
     chosen = None if config is None else torch.full((*k.shape[:2], config.topk), -1, dtype=torch.int32, device=q.device)
     for index, q_pos in buckets:
-        inside = q_pos >= 0
+        flat, inside = index.flatten(), (q_pos.flatten() >= 0).nonzero().flatten()
+        rows = flat[inside]
+
+        def padded(x: Tensor, flat: Tensor = flat, shape: torch.Size = index.shape) -> Tensor:
+            # index_select, since the gradient of advanced indexing is far slower than that of a selection of rows.
+            return x.index_select(0, flat).unflatten(0, shape)
+
         blocks = None
         if config is not None:
-            blocks = select_blocks(index_q[index], index_k[index], q_pos, config) if replay_blocks is None else replay_blocks[index]
-            chosen[index[inside]] = blocks[inside]
-            if index.shape[1] <= config.block:
-                blocks = None  # one block: every query attends to all of its prefix
-        part = attend(q[index], k[index], v[index], q_pos, scale, blocks, config.block if config else 128)
-        out = out.index_put((index[inside],), part[inside])
+            blocks = _choose(index.shape[1], q_pos, config, k.shape[1], index_q, index_k, replay_blocks, padded)
+            chosen[rows] = blocks.flatten(0, 1)[inside]
+            most = config.block * (config.topk if replay_blocks is None else 1)
+            if index.shape[1] <= most:
+                blocks = None  # no more blocks than are chosen: every query attends to all of its prefix
+        part = attend(padded(q), padded(k), padded(v), q_pos, scale, blocks, config.block if config else 128)
+        out = out.index_copy(0, rows, part.flatten(0, 1).index_select(0, inside))
     return out, chosen
+
+
+def _choose(keys, q_pos, config, groups, index_q, index_k, replay_blocks, padded) -> Tensor:
+    """Blocks of one bucket [R, Q, G, topk]: replayed where a row has any, otherwise chosen."""
+    if keys <= config.block * config.topk:
+        own = all_blocks(keys, q_pos, config)[:, :, None].expand(-1, -1, groups, -1)
+    else:
+        own = select_blocks(padded(index_q), padded(index_k), q_pos, config)
+    if replay_blocks is None:
+        return own
+    given = padded(replay_blocks)
+    return torch.where(given[..., :1] >= 0, given, own)
+
+
+def all_blocks(keys: int, q_pos: Tensor, config: SparseConfig) -> Tensor:
+    """What `select_blocks` gives where the context has no more blocks than are chosen: int32 [R, Q, topk], all up to the query's own."""
+    block_id = torch.arange(config.topk, device=q_pos.device, dtype=torch.int32)
+    own = torch.div(q_pos, config.block, rounding_mode="floor")[..., None]  # -1 for padding
+    return torch.where(block_id <= own, block_id, -1)

@@ -1,4 +1,7 @@
-"""Gemma RMS norm: y = x / sqrt(mean(x^2) + eps) * (1 + w), in fp32, rounded once at the end."""
+"""Gemma RMS norm: y = x / sqrt(mean(x^2) + eps) * (1 + w), in fp32, rounded once at the end. The weight is frozen.
+
+The gradient is written out: autograd would keep and walk six full-size intermediates of each norm.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,54 @@ import torch
 from torch import Tensor
 
 
+def _scale(x32: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+
+
 def _normalise(x32: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())
+    return x32 * _scale(x32, eps) * (1.0 + weight.float())
+
+
+def _gradient(grad: Tensor, x32: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """dL/dx in fp32 for y = x s (1 + w) with s = rsqrt(mean(x^2) + eps): s g' - x s^3 mean(g' x), g' = g (1 + w)."""
+    s = _scale(x32, eps)
+    g = grad.float() * (1.0 + weight.float())
+    return s * (g - x32 * (s.square() * (g * x32).mean(-1, keepdim=True)))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return _normalise(x.float(), weight, eps).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        return _gradient(grad, x.float(), weight, ctx.eps).to(x.dtype), None, None
+
+
+class _NormAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.eps = eps
+        ctx.save_for_backward(x, residual, weight)
+        total = x.float() + residual.float()
+        return _normalise(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, grad_sum: Tensor):
+        x, residual, weight = ctx.saved_tensors
+        g = _gradient(grad, x.float() + residual.float(), weight, ctx.eps) + grad_sum.float()
+        return g.to(x.dtype), g.to(residual.dtype), None, None
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., D], zero-centred `weight` [D]; result in x's dtype."""
-    return _normalise(x.float(), weight, eps).to(x.dtype)
+    """`x` [..., D], zero-centred `weight` [D] (no gradient); result in x's dtype."""
+    return _Norm.apply(x, weight, eps)
 
 
 def gemma_rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm of x + residual, and that sum. The sum is rounded to x's dtype, the norm is taken before that rounding, as vLLM does."""
-    total = x.float() + residual.float()
-    return _normalise(total, weight, eps).to(x.dtype), total.to(x.dtype)
+    return _NormAdd.apply(x, residual, weight, eps)

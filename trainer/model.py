@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from samebits.kernels.activation import swiglu_oai
+from samebits.kernels.activation import swiglu_oai_halves
 from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear
 from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.kernels.msa import PaddedBucket, packed_attention, pad_packed
@@ -63,6 +63,7 @@ class PackedBase(nn.Module):
 class Sequences(NamedTuple):
     """What every layer needs to know about the packed batch."""
 
+    longest: int
     buckets: list[PaddedBucket]
     cos: Tensor  # fp32 [T, rotary_dim / 2]
     sin: Tensor
@@ -109,8 +110,8 @@ class Attention(nn.Module):
         k = self._cached(self._rotated("k", self._heads("k", x, lora, Role.ATTN_K), seqs))
         v = self._cached(self._heads("v", x, lora, Role.ATTN_V))
         index_q = index_k = None
-        if self.sparse and blocks is None:
-            # The choice of blocks passes no gradient.
+        if self.sparse and seqs.longest > self.dims.sparse.block * self.dims.sparse.topk:
+            # There is something to choose. The choice passes no gradient.
             with torch.no_grad():
                 index_q = self._rotated("index_q", self._heads("index_q", x), seqs)
                 index_k = self._cached(self._rotated("index_k", self._heads("index_k", x), seqs))[:, 0]
@@ -148,8 +149,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, lora: LayerLoRA | None) -> Tensor:
         """x [T, H] to [T, H]."""
         gate, up, down = (_pair(lora, role) for role in self.roles)
-        gate_up = [lora_linear(x, self.proj[n].value(), pair) for n, pair in (("gate", gate), ("up", up))]
-        act = swiglu_oai(torch.cat(gate_up, dim=-1), self.dims.activation).to(x.dtype)
+        halves = [lora_linear(x, self.proj[n].value(), pair) for n, pair in (("gate", gate), ("up", up))]
+        act = swiglu_oai_halves(*halves, self.dims.activation).to(x.dtype)
         return lora_linear(act, self.proj["down"].value(), down)
 
 
@@ -352,9 +353,10 @@ class M3ForTraining(nn.Module):
                 yield from layer.lora.export()
 
     def _sequences(self, lengths: list[int], device: torch.device) -> Sequences:
-        position = torch.cat([torch.arange(n, device=device) for n in lengths])
+        length = torch.tensor(lengths, device=device)
+        position = torch.arange(int(sum(lengths)), device=device) - (length.cumsum(0) - length).repeat_interleave(length)
         cos, sin = rope_table(max(lengths), self.dims.rotary_dim, self.dims.rope_theta, device)
-        return Sequences(pad_packed(lengths, device), cos[position], sin[position])
+        return Sequences(max(lengths), pad_packed(lengths, device), cos[position], sin[position])
 
     def _layered(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> Tensor:
         device = next(c.device for c in choices if c is not None)
