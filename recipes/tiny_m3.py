@@ -170,8 +170,9 @@ def _batch(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], targets
 
 
-def accuracy(weights: Weights, sizes: Sizes, temperature: float, seed: int = 0, count: int = EVALUATED, batch: int = 256) -> float:
-    """Fraction of `count` held-out prompts answered right by one sample each, in fp32."""
+def accuracy(weights: Weights, sizes: Sizes, temperature: float, seed: int = 0, count: int | None = None, batch: int = 256) -> float:
+    """Fraction of `count` (default `EVALUATED`) held-out prompts answered right by one sample each, in fp32."""
+    count = count or EVALUATED
     model, tokenizer, g = TinyModel(sizes), character_tokenizer(), torch.Generator().manual_seed(seed)
     chosen, right = draw("test", count), 0
     for start in range(0, count, batch):
