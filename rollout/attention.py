@@ -100,10 +100,10 @@ def plan(starts: np.ndarray, lengths: np.ndarray, block_table: Tensor, heads: in
     if not len(live):
         return []
 
-    def length_class(n: np.ndarray) -> np.ndarray:
-        return np.ceil(np.log(n) / np.log(_GROWTH)).astype(np.int64)
+    def length_class(n: np.ndarray, smallest: int) -> np.ndarray:
+        return np.ceil(np.log(np.maximum(n / smallest, 1)) / np.log(_GROWTH)).astype(np.int64)
 
-    kind = length_class(queries[live]) * 1000 + length_class(np.maximum(lengths[live], _SMALLEST_CLASS))
+    kind = length_class(queries[live], 1) * 1000 + length_class(lengths[live], _SMALLEST_CLASS)
     kinds, member = np.unique(kind, return_inverse=True)
     buckets = []
     for b in range(len(kinds)):

@@ -110,9 +110,7 @@ class MoE(nn.Module):
         self.capture_fn: Callable[[Tensor], None] | None = None
         self.top_k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
         self.gate = Gate(config.hidden_size, config.num_local_experts)
-        self.e_score_correction_bias = nn.Parameter(
-            torch.zeros(config.num_local_experts, dtype=torch.float32), requires_grad=False
-        )
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_local_experts, dtype=torch.float32), requires_grad=False)
         self.experts = Experts(config, f"{prefix}.experts")
         shared = config.intermediate_size * config.n_shared_experts
         self.shared_experts = MLP(config, shared, quant, f"{prefix}.shared_experts")
@@ -159,9 +157,7 @@ class Model(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        self.layers = nn.ModuleList(
-            Layer(vllm_config, settings, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(Layer(vllm_config, settings, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         rotary = int(config.head_dim * config.partial_rotary_factor)
         cos, sin = rope_table(vllm_config.model_config.max_model_len, rotary, config.rope_theta)
@@ -186,9 +182,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.model = Model(vllm_config, self.settings, f"{prefix}.model" if prefix else "model")
-        self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix="lm_head"
-        )
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix="lm_head")
         self.lm_head.adapter = self.model.embed_tokens.adapter = None
         for layer in self._projections():
             layer.adapter = None
@@ -227,14 +221,16 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a samebits checkpoint. Raises `ValueError` on a tensor that is unknown, missing or of another shape or dtype."""
         projections = {path: (m, shard) for m in self._projections() for path, _, shard in m.slices}
-        filled: set[str] = set()
+        expected, filled = self._expected(projections), set()
         for name, tensor in weights:
             if strip_prefixes(name).startswith(_NOT_TEXT):
                 continue
             path, _, leaf = strip_prefixes(name).rpartition(".")
+            if f"{path}.{leaf}" not in expected:
+                raise ValueError(f"checkpoint holds {name}, which the model does not have")
             self._load(path, leaf, tensor, projections)
             filled.add(f"{path}.{leaf}")
-        missing = sorted(self._expected(projections) - filled)
+        missing = sorted(expected - filled)
         if missing:
             raise ValueError(f"checkpoint lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
         return {name for name, _ in self.named_parameters()}

@@ -23,6 +23,7 @@ from samebits.quant.profile import Format, NumericsProfile, get_profile, require
 
 ARCHITECTURE = "MiniMaxM3SparseForCausalLM"
 PAGE = 128  # tokens of a KV page: one MSA block
+RESIDENT = 2  # adapter versions in memory: the one that is being sampled from, and the next one
 _ACTIVATIONS = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
 _KEYS = {"profile", "kv_cache", "targets", "rank"}
 
@@ -96,6 +97,9 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
             raise EngineRefused(f"{option} is {size}; samebits shards nothing inside an engine, use data-parallel replicas")
     if vllm_config.speculative_config is not None:
         raise EngineRefused("speculative decoding is not supported: its logprobs come from other batch shapes")
+    lora = vllm_config.lora_config
+    if lora is not None and lora.max_loras > RESIDENT:
+        raise EngineRefused(f"max_loras is {lora.max_loras}; at most {RESIDENT} adapter versions are resident")
     if vllm_config.cache_config.cache_dtype != "auto":
         raise EngineRefused("kv_cache_dtype must be 'auto'; the KV format is additional_config.samebits.kv_cache")
     return settings

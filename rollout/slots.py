@@ -23,7 +23,7 @@ from samebits.kernels.linear import LoRA, add_lora
 from samebits.kernels.moe import ExpertLoRA
 from samebits.quant.adapter import AdapterError, AdapterSpec
 
-RESIDENT = 2  # the version that is being sampled from, and the next one
+from .settings import RESIDENT
 
 
 class AdapterSlots:

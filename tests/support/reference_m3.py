@@ -81,7 +81,7 @@ class ReferenceM3:
             for t in range(length):
                 own = t // size
                 best = [scores[t, b * size : min((b + 1) * size, t + 1)].max().item() for b in range(own)]
-                order = sorted(range(own), key=lambda b: (-best[b], b))  # noqa: B023
+                order = sorted(range(own), key=lambda b: (-best[b], b))
                 chosen[t, g, [own, *order[: topk - 1]]] = True
         return chosen
 

@@ -1,0 +1,88 @@
+"""Engines that could not agree are refused before they start, in one line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from samebits.quant.profile import get_profile
+from samebits.rollout.settings import PAGE, ConfigHook, EngineRefused, check
+from tests.support import random_m3
+
+
+def config(**changes):
+    stamp = {"profile": "w4a16", "weights_hash": get_profile("w4a16").weights_hash}
+    values = {
+        "samebits": {"profile": "w4a16-fp32", "rank": 8},
+        "stamp": stamp,
+        "dtype": torch.float32,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "speculative_config": None,
+        "cache_dtype": "auto",
+        "max_loras": 2,
+        "block_size": PAGE,
+    } | changes
+    hf = SimpleNamespace(to_dict=random_m3.config, samebits=values["stamp"])
+    return SimpleNamespace(
+        additional_config={"samebits": values["samebits"]} if values["samebits"] else {},
+        model_config=SimpleNamespace(hf_config=hf, dtype=values["dtype"], model="m3"),
+        parallel_config=SimpleNamespace(**{k: v for k, v in values.items() if k.endswith("_parallel_size")}),
+        speculative_config=values["speculative_config"],
+        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"], user_specified_block_size=True),
+        lora_config=SimpleNamespace(max_loras=values["max_loras"]),
+    )
+
+
+def test_a_fitting_engine_gets_its_settings():
+    settings = check(config(samebits={"profile": "w4a16-fp32", "kv_cache": "nvfp4", "targets": "attention", "rank": 16}))
+    assert settings.profile == get_profile("w4a16-fp32", "nvfp4") and settings.packed_kv
+    assert settings.adapter.rank == 16 and [str(r) for r in settings.adapter.roles] == ["attn.q", "attn.k", "attn.v", "attn.o"]
+    assert not check(config()).packed_kv
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samebits": None}, "no 'samebits' entry"),
+        ({"samebits": {"rank": 8}}, "no 'profile'"),
+        ({"samebits": {"profile": "w4a16-fp32", "kv": "nvfp4"}}, "unknown key 'kv'"),
+        ({"samebits": {"profile": "w8"}}, "unknown numerics profile 'w8'"),
+        ({"samebits": {"profile": "w4a16-fp32", "kv_cache": "fp8"}}, "takes a KV cache in"),
+        ({"samebits": {"profile": "w4a16-fp32", "targets": "gate"}}, "unknown LoRA target 'gate'"),
+        ({"stamp": None}, "was not quantized by samebits"),
+        ({"stamp": {"weights_hash": "0" * 16}}, "they would not compute the same bits"),
+        ({"dtype": torch.bfloat16}, "computes in float32, the engine was started with dtype torch.bfloat16"),
+        ({"samebits": {"profile": "w4a4"}}, "nvfp4 activations, which this engine does not compute"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
+        ({"max_loras": 3}, "max_loras is 3"),
+        ({"block_size": 64}, "block_size must be 128"),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(EngineRefused, match=message) as error:
+        ConfigHook.verify_and_update_config(config(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_the_page_size_is_chosen_where_the_user_did_not():
+    c = config(block_size=16)
+    c.cache_config.user_specified_block_size = False
+    ConfigHook.verify_and_update_config(c)
+    assert c.cache_config.block_size == PAGE
+
+
+@pytest.mark.slow
+def test_vllm_itself_reports_the_refusal(checkpoint):
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = {"dtype": "bfloat16", "additional_config": {"samebits": {"profile": "w4a16-fp32"}}}
+    with pytest.raises(EngineRefused, match="computes in float32"):
+        EngineArgs(str(checkpoint), **args).create_engine_config()
