@@ -121,13 +121,13 @@ class TinyModel:
         x = weights["model.embed_tokens.weight"][ids].flatten(0, 1)
         for layer, moe in enumerate(self.sizes.moe_layer_freq):
             p = f"model.layers.{layer}."
-            h = gemma_rms_norm(x, weights[p + "input_layernorm.weight"], EPS)
+            h = _norm(x, weights[p + "input_layernorm.weight"])
             x = x + self._attention(weights, p + "self_attn.", layer, h, rows, cos, sin, cache)
-            h = gemma_rms_norm(x, weights[p + "post_attention_layernorm.weight"], EPS)
+            h = _norm(x, weights[p + "post_attention_layernorm.weight"])
             x = x + (self._moe(weights, p + "block_sparse_moe.", layer, h) if moe else _mlp(weights, p + "mlp.", h))
         if cache:
             cache.length += length
-        x = gemma_rms_norm(x, weights["model.norm.weight"], EPS)
+        x = _norm(x, weights["model.norm.weight"])
         return F.linear(x, weights["lm_head.weight"]).unflatten(0, (rows, length))
 
     def _attention(
@@ -135,8 +135,8 @@ class TinyModel:
     ) -> Tensor:
         s = self.sizes
         q, k, v = (F.linear(h, weights[f"{a}{n}_proj.weight"]).unflatten(-1, (-1, s.head_dim)) for n in "qkv")
-        q = apply_rope(gemma_rms_norm(q, weights[a + "q_norm.weight"], EPS), cos, sin)
-        k = apply_rope(gemma_rms_norm(k, weights[a + "k_norm.weight"], EPS), cos, sin)
+        q = apply_rope(_norm(q, weights[a + "q_norm.weight"]), cos, sin)
+        k = apply_rope(_norm(k, weights[a + "k_norm.weight"]), cos, sin)
         q, k, v = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))  # [B, heads, T, D]
         past = cache.length if cache else 0
         if cache:
@@ -193,3 +193,8 @@ def _draw(logits: Tensor, temperature: float, g: torch.Generator | None) -> Tens
     if temperature == 0:
         return logits.argmax(-1)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=g)[:, 0]
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    # The op takes its weight for frozen and gives it no gradient; in fp32 this is the same product.
+    return gemma_rms_norm(x, torch.zeros_like(weight), EPS) * (1.0 + weight)

@@ -116,7 +116,7 @@ def test_gradients_of_slots_come_from_their_tokens_alone():
     assert not a.grad[1].any() and not b.grad[1].any()
     for slot in (0, 2):
         alone_a, alone_b = (t.clone().requires_grad_() for t in LORA)
-        lora_linear(X[SLOT_IDS == slot], W, LoRA(alone_a, alone_b), SLOT_IDS[SLOT_IDS == slot]).sum().backward()
+        lora_linear(X[slot == SLOT_IDS], W, LoRA(alone_a, alone_b), SLOT_IDS[slot == SLOT_IDS]).sum().backward()
         torch.testing.assert_close(a.grad[slot], alone_a.grad[slot], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(b.grad[slot], alone_b.grad[slot], rtol=1e-5, atol=1e-5)
 

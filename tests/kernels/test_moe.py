@@ -8,12 +8,12 @@ from samebits.kernels.linear import LoRA, select, values
 from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.quant import nvfp4
 
-T, H, I, E, TOP, R, SLOTS = 24, 32, 48, 6, 2, 4, 3
+T, H, WIDTH, E, TOP, R, SLOTS = 24, 32, 48, 6, 2, 4, 3
 ACT = SwiGLU()
 G = torch.Generator().manual_seed(0)
 SIZE = torch.arange(1.0, E + 1)[:, None, None]  # expert e is e + 1 times as large
-W13 = torch.randn(E, 2 * I, H, generator=G) * SIZE / H**0.5
-W2 = torch.randn(E, H, I, generator=G) / SIZE / I**0.5
+W13 = torch.randn(E, 2 * WIDTH, H, generator=G) * SIZE / H**0.5
+W2 = torch.randn(E, H, WIDTH, generator=G) / SIZE / WIDTH**0.5
 X = torch.randn(T, H, generator=G)
 LOGITS = torch.randn(T, E, generator=G)
 BIAS = torch.randn(E, generator=G) * 0.3
@@ -26,7 +26,7 @@ def lora() -> ExpertLoRA:
     def pair(n: int, k: int) -> LoRA:
         return LoRA(torch.randn(SLOTS, E, R, k, generator=g) * slot, torch.randn(SLOTS, E, n, R, generator=g) * 0.1 * SIZE)
 
-    return ExpertLoRA(pair(I, H), pair(I, H), pair(H, I))
+    return ExpertLoRA(pair(WIDTH, H), pair(WIDTH, H), pair(H, WIDTH))
 
 
 LORA = lora()

@@ -157,12 +157,14 @@ def tensors(rows: int = 4, blocks: int = 3) -> st.SearchStrategy[torch.Tensor]:
 def test_quantizing_dequantized_values_again_changes_nothing(w):
     first = nvfp4.quantize(w)
     again = nvfp4.quantize(nvfp4.dequantize(first), first.global_scale)
-    # Scale byte 2 (2^-8, subnormal) is the one place where a block's largest code can fall to 4 and its scale then to byte 1.
-    stable = first.block_scales != 2
+    codes, codes_again = (nvfp4.unpack(t.codes).unflatten(-1, (-1, 16)) for t in (first, again))
+    # Two exceptions, both at scales near the smallest: under scale byte 2 (2^-8) a block's largest code can fall to 4 and its
+    # scale then to byte 1; and a block whose codes all fell to 0 is a block of zeros the second time.
+    stable = (first.block_scales != 2) & (codes & 7).ne(0).any(-1)
     assert torch.equal(first.block_scales[stable], again.block_scales[stable])
-    codes = nvfp4.unpack(first.codes)
     codes = codes.masked_fill(codes == 8, 0)  # a negative value that rounded to zero has lost its sign
-    assert torch.equal(codes.unflatten(-1, (-1, 16))[stable], nvfp4.unpack(again.codes).unflatten(-1, (-1, 16))[stable])
+    assert torch.equal(codes[stable], codes_again[stable])
+    assert (first.block_scales[~stable] <= 2).logical_or(first.block_scales[~stable] == 0x38).all()
 
 
 def _half_step(w: torch.Tensor, t: NVFP4Tensor) -> torch.Tensor:

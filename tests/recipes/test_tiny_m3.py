@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support import random_m3
 
 from samebits.kernels.activation import SwiGLU, swiglu_oai
 from samebits.kernels.linear import lora_linear, values
@@ -22,8 +21,9 @@ from samebits.quant.profile import get_profile
 from samebits.recipes import tiny_m3
 from samebits.recipes.arithmetic import draw, grade
 from samebits.recipes.muon import Muon, orthogonalise
-from samebits.recipes.tiny_m3 import BASE, EOS, PAD, VOCABULARY, Training, chat, character_tokenizer, dense_weights
+from samebits.recipes.tiny_m3 import BASE, EOS, PAD, VOCABULARY, Training, character_tokenizer, chat, dense_weights
 from samebits.recipes.tiny_model import Cache, Sizes, TinyModel
+from tests.support import random_m3
 
 SIZES = Sizes(vocab=len(VOCABULARY))
 
