@@ -65,10 +65,11 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        parts = ctx.saved_tensors  # read once: activation checkpointing allows no more
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad.float() @ values(_join(ctx.kind, ctx.saved_tensors))).to(ctx.x_dtype)
-        return (grad_x, None, *(None for _ in ctx.saved_tensors))
+            grad_x = (grad.float() @ values(_join(ctx.kind, parts))).to(ctx.x_dtype)
+        return (grad_x, None, *(None for _ in parts))
 
 
 def _join(kind: type, parts: tuple[Tensor, ...]) -> FrozenWeight:

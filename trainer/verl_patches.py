@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 
 VERL_VERSION = "0.9.1"
-_INIT_GROUP_DIGEST = "761a94d1a2e058d3"
+INIT_GROUP_DIGEST = "761a94d1a2e058d3"
 _APPLIED = "_samebits_patch"
 
 
@@ -37,7 +37,8 @@ def _require_version() -> None:
         raise PatchError(f"verl {version} is installed; samebits patches verl {VERL_VERSION} only")
 
 
-def _require_digest(function: Callable, digest: str) -> None:
+def require_digest(function: Callable, digest: str) -> None:
+    """Raise `PatchError` unless the source of `function` is the one with `digest`."""
     found = source_digest(function)
     if found != digest:
         raise PatchError(f"verl's {function.__name__} is not the one samebits patches (source digest {found}, expected {digest})")
@@ -51,7 +52,7 @@ def patch_process_group() -> None:
     original = distributed.initialize_global_process_group_ray
     if hasattr(original, _APPLIED):
         return
-    _require_digest(original, _INIT_GROUP_DIGEST)
+    require_digest(original, INIT_GROUP_DIGEST)
     if "verl.workers.engine_workers" in sys.modules:
         raise PatchError("verl.workers.engine_workers was imported before the samebits plugin and keeps verl's own process group start")
 

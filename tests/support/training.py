@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +12,22 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 
-def start_group(rank: int = 0, world: int = 1, port: int = 29611) -> None:
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start_group(rank: int = 0, world: int = 1, port: int | None = None) -> None:
     """A gloo process group through verl's own (patched) function."""
+    import verl.utils.distributed as distributed
+
     import samebits.trainer.plugin  # noqa: F401
-    from verl.utils.distributed import initialize_global_process_group_ray
 
     if not dist.is_initialized():
+        port = port or free_port()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        initialize_global_process_group_ray()
+        distributed.initialize_global_process_group_ray()
 
 
 def model_config(path: Path, **changes):
@@ -37,11 +46,12 @@ def model_config(path: Path, **changes):
 
 def engine(path: Path, replay: bool = False, lr: float = 1e-2, model: dict | None = None, **engine_changes):
     """An initialized engine out of verl's registry."""
-    import samebits.trainer.plugin  # noqa: F401
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
+
+    import samebits.trainer.plugin  # noqa: F401
 
     config = FSDPEngineConfig(
         strategy="fsdp2", router_replay=EngineRouterReplayConfig(mode="R3" if replay else "disabled"), **engine_changes
