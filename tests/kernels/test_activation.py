@@ -57,3 +57,15 @@ def test_no_gradient_beyond_a_clamp():
     x = torch.tensor([8.0, 1.0, -8.0, 1.0], requires_grad=True)  # gates 8, 1; ups -8, 1
     swiglu_oai(x, SwiGLU()).sum().backward()
     assert x.grad[0] == 0 and x.grad[2] == 0 and x.grad[1] != 0 and x.grad[3] != 0
+
+
+def test_gradient_is_that_of_the_formula():
+    x = torch.randn(50, 12, generator=torch.Generator().manual_seed(1)) * 4  # some gates and ups beyond a clamp
+    x32, x64 = x.clone().requires_grad_(), x.double().requires_grad_()
+    weight = torch.arange(1.0, 7.0)
+    (swiglu_oai(x32, SwiGLU(beta=0.5)) * weight).sum().backward()
+    g, u = x64.chunk(2, -1)
+    g, u = g.clamp(max=7), u.clamp(-7, 7)
+    (g * torch.sigmoid(1.702 * g) * (u + 0.5) * weight).sum().backward()
+    assert (x > 7).any() and (x < -7).any()
+    torch.testing.assert_close(x32.grad.double(), x64.grad, rtol=1e-4, atol=1e-5)

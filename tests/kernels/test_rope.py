@@ -63,3 +63,13 @@ def test_bf16_is_rotated_in_fp32_and_rounded_once():
     cos, sin = rope_table(3, ROTARY, THETA)
     out = apply_rope(x, cos, sin)
     assert out.dtype == torch.bfloat16 and torch.equal(out, apply_rope(x.float(), cos, sin).bfloat16())
+
+
+def test_gradient_is_rotated_back():
+    x = torch.randn(5, 2, DIM, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    grad = torch.randn(5, 2, DIM, generator=torch.Generator().manual_seed(4))
+    cos, sin = rope_table(5, ROTARY, THETA)
+    apply_rope(x, cos, sin).backward(grad)
+    # A rotation is orthogonal: its transpose undoes it.
+    torch.testing.assert_close(apply_rope(x.grad, cos, sin), grad, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(x.grad, grad, atol=1e-2)

@@ -45,6 +45,14 @@ def test_gate_and_up_share_one_global_scale_by_role(tensors, stored):
     assert not torch.equal(stored[f"{EXPERT}w1.weight_scale_2"], stored[f"{other}w1.weight_scale_2"])
 
 
+def test_gate_and_up_share_the_larger_scale_whichever_it_is(tensors):
+    gate, up = f"{EXPERT}w1.weight", f"{EXPERT}w3.weight"
+    for large, small in ((gate, up), (up, gate)):
+        out = quantize_tensors({large: tensors[up], small: tensors[gate]}, PROFILE)
+        scales = {out[n.replace(".weight", ".weight_scale_2")].item() for n in (gate, up)}
+        assert scales == {(tensors[up].abs().max().float() / 2688).item()}
+
+
 @pytest.mark.parametrize("leaf", ["w1", "w2", "w3"])
 def test_expert_bytes_are_the_reference_quantizer_s(tensors, stored, leaf):
     name = f"{EXPERT}{leaf}"
