@@ -6,7 +6,9 @@ RECIPE key=value` overrides either kind. Everything wrong is found here, in one 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
 from samebits.quant.profile import NumericsProfile, get_profile
 
 from .data import TASKS
@@ -129,7 +132,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
     recipe: Recipe = OmegaConf.to_object(own)
     recipe.device = _device(recipe.device)
-    return recipe, _derive(recipe, verl)
+    try:
+        return recipe, _derive(recipe, verl)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _layers(path: Path) -> list[DictConfig]:
@@ -149,7 +155,12 @@ def _layers(path: Path) -> list[DictConfig]:
 
 
 def verl_defaults() -> DictConfig:
-    """verl's own default configuration, closed to unknown keys."""
+    """A copy of verl's own default configuration, closed to unknown keys."""
+    return copy.deepcopy(_composed_defaults())
+
+
+@functools.cache
+def _composed_defaults() -> DictConfig:
     if not GlobalHydra.instance().is_initialized():
         initialize_config_module("verl.trainer.config", version_base=None)
     config = compose("ppo_trainer")

@@ -45,6 +45,7 @@ class TaskRunner:
 
     def _train(self, config: DictConfig, recipe: Recipe) -> None:
         import transfer_queue as tq
+
         from samebits.rollout.batch_loop import BatchLoop
 
         from .loop import SamebitsTrainer

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import ray
 from omegaconf import DictConfig
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
 from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from .config import Recipe
 from .run_dir import MetricsLog

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+
 from samebits.quant.adapter import AdapterSpec, ModelShape, target_roles
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.profile import ProfileMismatch, require_same
@@ -54,7 +55,7 @@ def _types(verl: DictConfig) -> None:
 
 def _leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key in config:
-        if OmegaConf.is_missing(config, key):
+        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
             continue
         value = config[key]
         if isinstance(value, DictConfig):
@@ -64,8 +65,8 @@ def _leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _model(recipe: Recipe) -> AdapterSpec:
+    profile = recipe.profile
     try:
-        profile = recipe.profile
         roles = target_roles(recipe.lora.targets)
     except ValueError as error:
         raise RecipeError(str(error)) from None
@@ -165,8 +166,9 @@ def _batches(verl: DictConfig) -> None:
     samples = batch * verl.actor_rollout_ref.rollout.n
     if samples % ranks:
         raise RecipeError(f"{batch} prompts x {verl.actor_rollout_ref.rollout.n} samples do not divide over {ranks} ranks")
-    if verl.trainer.total_training_steps is None or verl.trainer.total_training_steps < 1:
-        raise RecipeError("trainer.total_training_steps must be at least 1")
+    steps = verl.trainer.total_training_steps
+    if not isinstance(steps, int) or steps < 1:
+        raise RecipeError(f"trainer.total_training_steps must be a number of at least 1, not {steps!r}")
     longest = verl.data.max_prompt_length + verl.data.max_response_length
     budget = verl.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     if budget < longest:

@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import ray
 from safetensors.torch import save_file
-from samebits.quant.adapter import AdapterError, Manifest
-from samebits.rollout.adapter import lora_request
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
@@ -31,6 +29,9 @@ from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from samebits.quant.adapter import AdapterError, Manifest
+from samebits.rollout.adapter import lora_request
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -64,6 +65,7 @@ class SamebitsServer(vLLMHttpServer):
         return "samebits.rollout.worker.WorkerExtension"
 
     async def run_server(self, args) -> None:
+        """Start the engine from vLLM's parsed arguments."""
         # Two slots: the next version is loaded and checked while the current one is still there.
         args.max_loras = 2
         await super().run_server(args)
@@ -226,7 +228,8 @@ class AdapterSender(ServerAdapter):
     ) -> None:
         """Send an adapter: `weights` yields (name, tensor) and must be drained on every rank, since gathering is collective.
 
-        `peft_config["samebits"]` carries the adapter's `version` and the trainer's `profile` hash. Raises `AdapterError` when base weights come instead.
+        `peft_config["samebits"]` carries the adapter's `version` and the trainer's `profile` hash. Raises `AdapterError` when base
+        weights come instead.
         """
         if peft_config is None or not base_sync_done or wire_format != "named_tensors":
             raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
