@@ -60,17 +60,11 @@ def load(model: Any, tensors: Mapping[str, Tensor], version: int) -> None:
     """
     slots = _slots(model)
     slots.spec.check(tensors)
-    slot = slots.occupy(adapter_id(version))
-    try:
-        views = _views(model, slot)
-        if views.keys() != tensors.keys():
-            odd = sorted(views.keys() ^ tensors.keys())
-            raise AdapterError(f"engine and adapter disagree on {len(odd)} tensors, the first is {odd[0]}")
-        for name, view in views.items():
-            view.copy_(tensors[name])
-    except BaseException:
-        slots.release(adapter_id(version))
-        raise
+    odd = sorted(_views(model, 0).keys() ^ tensors.keys())
+    if odd:
+        raise AdapterError(f"engine and adapter disagree on {len(odd)} tensors, the first is {odd[0]}")
+    for name, view in _views(model, slots.occupy(adapter_id(version))).items():
+        view.copy_(tensors[name])
 
 
 def load_path(model: Any, path: str, version: int) -> None:

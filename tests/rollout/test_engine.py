@@ -193,6 +193,16 @@ def test_other_key_sets_are_refused_and_leave_the_slots(engine, tmp_path, change
     assert engine.rpc("samebits_held_adapter", 1) == before
 
 
+def test_a_layer_without_its_buffers_refuses_the_adapter(engine, tmp_path, monkeypatch):
+    good = adapter(9, 0.1)
+    engine.load(good, 1, tmp_path)
+    engine.load(good, 2, tmp_path)
+    monkeypatch.setattr(engine.model.get_submodule("model.layers.0.self_attn.o_proj"), "adapter", None)
+    with pytest.raises(AdapterError, match=r"disagree on 2 tensors, the first is .*layers\.0\.self_attn\.o_proj\.lora_A"):
+        engine.load(good, 3, tmp_path)
+    assert engine.rpc("list_loras") == {2, 3}
+
+
 def test_a_version_is_not_replaced_silently(engine, tmp_path):
     engine.load(adapter(9, 0.1), 1, tmp_path)
     with pytest.raises(AdapterError, match="already resident"):
