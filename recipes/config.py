@@ -243,6 +243,8 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
     verl.actor_rollout_ref.rollout.engine_kwargs["vllm"] = OmegaConf.merge(engine_options, engine)
     if recipe.device == "cpu":
         OmegaConf.update(verl, "actor_rollout_ref.rollout.free_cache_engine", False)
+        # vLLM rewinds a request's random generator after a partial prefill, which a CPU generator cannot do.
+        OmegaConf.update(verl, "actor_rollout_ref.rollout.enable_chunked_prefill", False)
         OmegaConf.update(verl, "ray_kwargs.ray_init.num_cpus", 32)
         OmegaConf.update(verl, "ray_kwargs.ray_init.num_gpus", verl.trainer.n_gpus_per_node * verl.trainer.nnodes)
     OmegaConf.update(verl, "actor_rollout_ref.rollout.enable_sleep_mode", verl.actor_rollout_ref.rollout.free_cache_engine)

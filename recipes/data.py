@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from datasets import disable_progress_bars
+
 from . import arithmetic
 
 if TYPE_CHECKING:
@@ -21,4 +23,5 @@ def write_task_data(recipe: Recipe, folder: Path) -> tuple[Path, Path]:
     train, test = folder / "train.parquet", folder / "test.parquet"
     if train.is_file() and test.is_file():
         return train, test
+    disable_progress_bars()
     return arithmetic.write_parquet(folder, TRAIN_PROMPTS, HELD_OUT, recipe.seed)

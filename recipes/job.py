@@ -109,12 +109,19 @@ def _set_environment(recipe: Recipe) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's default starves a job beside anything else that runs
+        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),  # a cluster of this machine alone
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "SAMEBITS_FAULT": json.dumps({"kind": recipe.fault.kind, "step": recipe.fault.step}),
     }
     if recipe.device == "cpu":
-        os.environ |= {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        os.environ |= {
+            "VERL_PLATFORM": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Lets vLLM's CPU platform keep engine core and worker in one process: apart, each spins on a core while it waits.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
 
 
 def _start_ray(verl: DictConfig, verbose: bool) -> None:
