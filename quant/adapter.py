@@ -2,7 +2,8 @@
 
 An adapter is one LoRA pair (A, B) for each adapted module: A [r, K] and B [N, r], in the profile's LoRA dtype. The scale
 alpha / rank is multiplied into B by the trainer before B is rounded, so everyone downstream applies scale 1 and the file on disk
-says `lora_alpha = r`. Names are PEFT's, one pair for each expert: `base_model.model.model.layers.3.block_sparse_moe.experts.7.w1.lora_A.weight`.
+says `lora_alpha = r`. Names are PEFT's, one pair for each expert:
+`base_model.model.model.layers.3.block_sparse_moe.experts.7.w1.lora_A.weight`.
 """
 
 from __future__ import annotations

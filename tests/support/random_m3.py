@@ -10,9 +10,7 @@ import torch
 from samebits.quant.checkpoint import write_checkpoint
 from samebits.quant.profile import get_profile
 
-SIZES = dict(
-    vocab=96, hidden=64, heads=4, kv_heads=2, head_dim=128, layers=3, experts=8, top_k=2, intermediate=96, dense=160, blocks=4
-)
+SIZES = dict(vocab=96, hidden=64, heads=4, kv_heads=2, head_dim=128, layers=3, experts=8, top_k=2, intermediate=96, dense=160, blocks=4)
 
 
 def config(**overrides) -> dict:
