@@ -25,17 +25,18 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         gate = gate.float().clamp(max=params.limit)
         up = up.float().clamp(-params.limit, params.limit)
-        return gate * torch.sigmoid(params.alpha * gate) * (up + params.beta)
+        return (params.alpha * gate).sigmoid_().mul_(gate).mul_(up + params.beta)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (gate, up), params = ctx.saved_tensors, ctx.params
         g, u = gate.float().clamp(max=params.limit), up.float().clamp(-params.limit, params.limit)
-        s = torch.sigmoid(params.alpha * g)
+        s = (params.alpha * g).sigmoid_()
         gs = g * s
+        grad_up = (grad * gs).mul_(up.abs() <= params.limit)
         # d(g s)/dg = s + alpha g s (1 - s); a clamped half passes no gradient.
-        grad_gate = grad * (u + params.beta) * (s + params.alpha * (gs - gs * s)) * (gate <= params.limit)
-        grad_up = grad * gs * (up.abs() <= params.limit)
+        slope = s.add_(gs.sub_(gs * s), alpha=params.alpha)
+        grad_gate = slope.mul_(u.add_(params.beta)).mul_(grad).mul_(gate <= params.limit)
         return grad_gate.to(gate.dtype), grad_up.to(up.dtype), None
 
 

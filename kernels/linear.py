@@ -105,7 +105,7 @@ class _LoRALinear(torch.autograd.Function):
         u = F.linear(x32, a.float()).to(x.dtype)
         ctx.kind = kind
         ctx.save_for_backward(x, u, a, b, *parts)
-        return torch.addmm(F.linear(x32, values(_join(kind, parts))), u.float(), b.float().t())
+        return F.linear(x32, values(_join(kind, parts))).addmm_(u.float(), b.float().t())
 
     @staticmethod
     def backward(ctx, grad: Tensor):

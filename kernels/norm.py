@@ -1,4 +1,4 @@
-"""Gemma RMS norm: y = x / sqrt(mean(x^2) + eps) * (1 + w), in fp32, rounded once at the end. The weight is frozen.
+"""Gemma RMS norm: y = x / sqrt(mean(x^2) + eps) * (1 + w), in fp32, rounded once at the end.
 
 The gradient is written out: autograd would keep and walk six full-size intermediates of each norm.
 """
@@ -14,14 +14,19 @@ def _scale(x32: Tensor, eps: float) -> Tensor:
 
 
 def _normalise(x32: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x32 * _scale(x32, eps) * (1.0 + weight.float())
+    return (x32 * _scale(x32, eps)).mul_(1.0 + weight.float())
 
 
 def _gradient(grad: Tensor, x32: Tensor, weight: Tensor, eps: float) -> Tensor:
     """dL/dx in fp32 for y = x s (1 + w) with s = rsqrt(mean(x^2) + eps): s g' - x s^3 mean(g' x), g' = g (1 + w)."""
     s = _scale(x32, eps)
     g = grad.float() * (1.0 + weight.float())
-    return s * (g - x32 * (s.square() * (g * x32).mean(-1, keepdim=True)))
+    along = s.square() * (g * x32).mean(-1, keepdim=True)
+    return g.sub_(x32 * along).mul_(s)
+
+
+def _weight_gradient(grad: Tensor, x32: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (grad.float() * x32 * _scale(x32, eps)).flatten(0, -2).sum(0).to(weight.dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -34,7 +39,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        return _gradient(grad, x.float(), weight, ctx.eps).to(x.dtype), None, None
+        grad_weight = _weight_gradient(grad, x.float(), weight, ctx.eps) if ctx.needs_input_grad[1] else None
+        return _gradient(grad, x.float(), weight, ctx.eps).to(x.dtype), grad_weight, None
 
 
 class _NormAdd(torch.autograd.Function):
@@ -48,12 +54,14 @@ class _NormAdd(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, grad_sum: Tensor):
         x, residual, weight = ctx.saved_tensors
-        g = _gradient(grad, x.float() + residual.float(), weight, ctx.eps) + grad_sum.float()
-        return g.to(x.dtype), g.to(residual.dtype), None, None
+        total = x.float() + residual.float()
+        g = _gradient(grad, total, weight, ctx.eps) + grad_sum.float()
+        grad_weight = _weight_gradient(grad, total, weight, ctx.eps) if ctx.needs_input_grad[2] else None
+        return g.to(x.dtype), g.to(residual.dtype), grad_weight, None
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., D], zero-centred `weight` [D] (no gradient); result in x's dtype."""
+    """`x` [..., D], zero-centred `weight` [D]; result in x's dtype."""
     return _Norm.apply(x, weight, eps)
 
 

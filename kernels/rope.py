@@ -21,7 +21,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     c, s = cos.float()[:, None], sin.float()[:, None]
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    return torch.cat(((a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype), x[..., 2 * half :]), dim=-1)
+    out = torch.empty_like(x)
+    out[..., :half] = (a * c).sub_(b * s)
+    out[..., half : 2 * half] = (b * c).add_(a * s)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out
 
 
 class _Rope(torch.autograd.Function):

@@ -356,7 +356,7 @@ class M3ForTraining(nn.Module):
         length = torch.tensor(lengths, device=device)
         position = torch.arange(int(sum(lengths)), device=device) - (length.cumsum(0) - length).repeat_interleave(length)
         cos, sin = rope_table(max(lengths), self.dims.rotary_dim, self.dims.rope_theta, device)
-        return Sequences(max(lengths), pad_packed(lengths, device), cos[position], sin[position])
+        return Sequences(max(lengths), pad_packed(lengths, device, waste=1.15), cos[position], sin[position])
 
     def _layered(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> Tensor:
         device = next(c.device for c in choices if c is not None)
