@@ -57,12 +57,22 @@ def select_blocks(index_q: Tensor, index_k: Tensor, q_pos: Tensor, config: Spars
     return torch.nn.functional.pad(ids, (0, config.topk - kept), value=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, scale: float, blocks: Tensor | None = None, block: int = 128) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    scale: float,
+    blocks: Tensor | None = None,
+    block: int = 128,
+    finite: bool = False,
+) -> Tensor:
     """Causal attention, over chosen blocks where given.
 
     Args:
         q: [R, Q, H, D]. k, v: [R, K, G, D] with H a multiple of G. q_pos: int [R, Q], -1 for padding.
         blocks: int32 [R, Q, G, n] block ids, -1 for none; None attends to the whole prefix.
+        finite: v holds no NaN or infinity anywhere, not even where no query looks; saves a pass over v.
     Returns:
         [R, Q, H, D] in q's dtype; zeros at padding.
     """
@@ -82,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, scale: float, blocks:
         allowed = allowed & _block_mask(blocks, keys, block)
     scores = torch.einsum("rqghd,rkgd->rghqk", grouped, k.float()) * scale
     weights = _softmax(scores, allowed.transpose(1, 2)[:, :, None])
-    v = _clean(v, allowed.any(1).transpose(1, 2))
+    v = v.float() if finite else _clean(v, allowed.any(1).transpose(1, 2))
     return torch.einsum("rghqk,rkgd->rqghd", weights, v).reshape(q.shape).to(q.dtype)
 
 
@@ -107,7 +117,7 @@ def _block_mask(blocks: Tensor, keys: int, block: int) -> Tensor:
 
 def _gather_blocks(k: Tensor, v: Tensor, blocks: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of chosen blocks [R, G, n]: [R, G, n * block, D] each, and their positions, -1 where there is none."""
-    rows, keys, groups, dim = k.shape
+    keys, dim = k.shape[1], k.shape[3]
     position = (blocks.long() * block)[..., None] + torch.arange(block, device=k.device)
     position = torch.where((blocks < 0)[..., None] | (position >= keys), -1, position).flatten(-2)  # [R, G, n * block]
     index = position.clamp_min(0)[..., None].expand(-1, -1, -1, dim)

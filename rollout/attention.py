@@ -255,8 +255,10 @@ class PagedCache(nn.Module, AttentionLayerBase):
                 index = index_q[:n, None] if bucket.query is None else index_q[where]
                 blocks = select_blocks(index, self._read(keys, 2 * g, 1).squeeze(2), bucket.q_pos, self.sparse)
                 block = self.sparse.block
-            # K and V are gathered head by head, so that the products below read them where they are.
-            part = attend(queries, self._read(keys, 0, g), self._read(keys, g, g), bucket.q_pos, self.scale, blocks, block)
+            # K and V are gathered head by head, so that the products below read them where they are. They are finite: a padded
+            # key is the first key of its own sequence.
+            k_all, v_all = self._read(keys, 0, g), self._read(keys, g, g)
+            part = attend(queries, k_all, v_all, bucket.q_pos, self.scale, blocks, block, finite=True)
             if bucket.query is None:
                 out[:n] = part[:, 0]
             else:

@@ -67,9 +67,7 @@ class RouteCPUModelRunner(CPUModelRunner):
         """As upstream; the connector needs the cache's block sizes."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.vllm_config.aux_output_config.enabled and self._routes is None:
-            self._routes = get_aux_output_connector(
-                model=self.get_model(), vllm_config=self.vllm_config, kv_cache_config=kv_cache_config
-            )
+            self._routes = get_aux_output_connector(model=self.get_model(), vllm_config=self.vllm_config, kv_cache_config=kv_cache_config)
 
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         """As upstream; remembers which rows of the capture buffer belong to which request."""
