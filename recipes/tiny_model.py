@@ -196,5 +196,4 @@ def _draw(logits: Tensor, temperature: float, g: torch.Generator | None) -> Tens
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    # The op takes its weight for frozen and gives it no gradient; in fp32 this is the same product.
-    return gemma_rms_norm(x, torch.zeros_like(weight), EPS) * (1.0 + weight)
+    return gemma_rms_norm(x, weight, EPS)

@@ -47,9 +47,10 @@ def test_fused_add_takes_the_norm_before_the_sum_is_rounded():
     assert not torch.equal(out, gemma_rms_norm(total, WEIGHT, 1e-6))  # the other order gives other bits
 
 
-def test_gradient_is_the_formula_s():
-    x = X.double().requires_grad_()
-    reference(x).square().sum().backward()
-    y = X.clone().requires_grad_()
-    gemma_rms_norm(y, WEIGHT, 1e-6).square().sum().backward()
-    torch.testing.assert_close(y.grad.double(), x.grad, rtol=1e-4, atol=1e-5)
+def test_gradients_are_the_formula_s():
+    x64, w64 = X.double().requires_grad_(), WEIGHT.double().requires_grad_()
+    (x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + w64)).square().sum().backward()
+    x, w = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    gemma_rms_norm(x, w, 1e-6).square().sum().backward()
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad.double(), w64.grad, rtol=1e-4, atol=1e-5)
