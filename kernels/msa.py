@@ -194,7 +194,7 @@ def packed_attention(
             most = config.block * (config.topk if replay_blocks is None else 1)
             if index.shape[1] <= most:
                 blocks = None  # no more blocks than are chosen: every query attends to all of its prefix
-        part = attend(padded(q), padded(k), padded(v), q_pos, scale, blocks, config.block if config else 128)
+        part = attend(padded(q), padded(k), padded(v), q_pos, scale, blocks, config.block if config else 128, finite=True)
         out = out.index_copy(0, rows, part.flatten(0, 1).index_select(0, inside))
     return out, chosen
 
