@@ -108,10 +108,14 @@ def grade(text: str, answer: str) -> float:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
 ) -> dict[str, float]:
-    """verl's custom reward function: `score` (+1 or -1) and `acc` (1 or 0). Raises `ValueError` on data of another task."""
+    """verl's custom reward function: `score` (+1 or -1) and `acc` (1 or 0). Raises `ValueError` on data of another task.
+
+    A response that was cut off (`extra_info["finish_reason"] == "length"`) is wrong, whatever it says.
+    """
     if data_source != DATA_SOURCE:
         raise ValueError(f"reward of {DATA_SOURCE} was asked to grade {data_source!r}")
-    score = grade(solution_str, ground_truth)
+    truncated = (extra_info or {}).get("finish_reason") == "length"
+    score = -1.0 if truncated else grade(solution_str, ground_truth)
     return {"score": score, "acc": float(score > 0)}
 
 

@@ -121,6 +121,7 @@ def _set_environment(recipe: Recipe) -> None:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Lets vLLM's CPU platform keep engine core and worker in one process: apart, each spins on a core while it waits.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCHDYNAMO_DISABLE": "1",  # the first batch would wait for a C++ compiler, for one small helper of vLLM's
         }
 
 

@@ -72,7 +72,8 @@ def tis_loss(
     share = ranks / max(total_tokens, 1.0)
     loss = -(advantage * weight * lp).sum() * share
     metrics = {
-        "mismatch/kl": Part(((ratio - clamped - 1.0) * mask).sum().item() * share, "sum"),
+        # exp(d) - 1 - d of a tiny d is all cancellation in fp32 and would come out negative.
+        "mismatch/kl": Part(((torch.expm1(clamped.double()) - clamped.double()) * mask).sum().item() * share, "sum"),
         "mismatch/max_abs": Part(d.abs().max().item() if d.numel() else 0.0, "max"),
         "tis/mean": Part(weight.sum().item() * share, "sum"),
         "tis/max_raw": Part((ratio * mask).max().item() if d.numel() else 0.0, "max"),

@@ -128,3 +128,10 @@ def test_files_hold_what_verl_reads(tmp_path):
     before = train.read_bytes()
     write_parquet(tmp_path / "data", 40, 8, seed=3)
     assert train.read_bytes() == before
+
+
+@pytest.mark.parametrize(("reason", "score"), [("stop", 1.0), ("length", -1.0)])
+def test_truncated_response_is_wrong(reason, score):
+    problem = draw("test", 1)[0]
+    graded = compute_score(DATA_SOURCE, problem.steps, problem.answer, extra_info={"finish_reason": reason})
+    assert graded == {"score": score, "acc": float(score > 0)}

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from samebits.quant.adapter import AdapterSpec, ModelShape, load_peft, target_roles
 from samebits.recipes.run_dir import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 4
 SMALL = ["device=cpu", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"]
 SCHEDULE = [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=4"]

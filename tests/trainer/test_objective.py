@@ -100,3 +100,10 @@ def test_shapes_are_never_broadcast():
     square = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"one shape, not .*advantages \(3,\)"):
         tis_loss(square, square, torch.zeros(3), square.bool(), 9)
+
+
+def test_kl_of_last_bit_differences_is_not_negative():
+    rollout = -torch.rand(4, 64, generator=torch.Generator().manual_seed(3))
+    trainer = rollout + torch.tensor([1e-7, -1e-7]).repeat(32)
+    _, metrics = tis_loss(trainer, rollout, torch.ones_like(rollout), torch.ones_like(rollout), 256.0)
+    assert 0.0 <= metrics["mismatch/kl"].value < 1e-12
