@@ -78,6 +78,9 @@ class AdapterCheckpointManager(BaseCheckpointManager):
         dcp.load(state, checkpoint_id=str(folder / "state"))
         self._restore(state)
         self.lr_scheduler.load_state_dict(torch.load(folder / "lr_scheduler.pt", weights_only=True))
+        # The schedule sets the next rate when it steps, after the optimizer: the rate of the next step is state of the optimizer.
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
         rng = folder / f"rng_rank_{self.rank}.pt"
         if rng.is_file():  # a run with more ranks than before starts the new ones from their seed
             self.load_rng_state(torch.load(rng, weights_only=False)["rng"])

@@ -44,7 +44,7 @@ def model_config(path: Path, **changes):
     return HFModelConfig(**settings | changes)
 
 
-def engine(path: Path, replay: bool = False, lr: float = 1e-2, model: dict | None = None, **engine_changes):
+def engine(path: Path, replay: bool = False, lr: float = 1e-2, warmup: int = 0, model: dict | None = None, **engine_changes):
     """An initialized engine out of verl's registry."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
@@ -61,7 +61,7 @@ def engine(path: Path, replay: bool = False, lr: float = 1e-2, model: dict | Non
         backend="fsdp2",
         model_config=model_config(path, **(model or {})),
         engine_config=config,
-        optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10, weight_decay=0.0),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, lr_warmup_steps=warmup, total_training_steps=10, weight_decay=0.0),
         checkpoint_config=CheckpointConfig(),
     )
     built.initialize()

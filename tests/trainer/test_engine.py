@@ -174,13 +174,14 @@ def test_a_gradient_that_is_not_finite_stops_the_run(m3):
     assert built.adapter_version == 0
 
 
-def test_resume_continues_bit_for_bit(m3, tmp_path):
-    straight = engine(m3)
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_resume_continues_bit_for_bit(m3, tmp_path, warmup):
+    straight = engine(m3, warmup=warmup)
     for seed in range(2):
         train(straight, random_batch(5, VOCAB, seed=seed))
     random_state = torch.get_rng_state()
     straight.save_checkpoint(str(tmp_path / "ck"), global_step=2)
-    resumed = engine(m3, lr=1e-2)
+    resumed = engine(m3, lr=1e-2, warmup=warmup)
     torch.manual_seed(99)
     resumed.load_checkpoint(str(tmp_path / "ck"))
     assert resumed.adapter_version == 2
