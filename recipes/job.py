@@ -105,7 +105,6 @@ def _set_environment(recipe: Recipe) -> None:
     os.environ |= {
         "VERL_USE_EXTERNAL_MODULES": PLUGINS,
         "OMP_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: who waits must not spin on the other's cores
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
