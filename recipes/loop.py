@@ -111,8 +111,11 @@ class SamebitsTrainer(PPOTrainerSync):
             "accuracy/samples": found["accuracy/samples"],
             "time/evaluation": time.perf_counter() - started,
         }
-        if "time/train" not in self._step_metrics and self.global_steps == self.log.last_step + 1 == 0:
-            self.log.write({"step": 0, **self._take_step_metrics()})
+        if "time/rollout" not in self._step_metrics:
+            # Before the first step of this start: line 0 of a fresh run. A resumed run has this evaluation's step already.
+            line = {"step": self.global_steps, **self._take_step_metrics()}
+            if self.log.last_step < 0:
+                self.log.write(line)
         return found
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:

@@ -94,9 +94,14 @@ class SamebitsServer(vLLMHttpServer):
         return asdict(self._report)
 
     async def sync_report(self) -> dict[str, Any] | None:
-        """Report of the last sync, with what the engine holds for its version now (asked again, not remembered)."""
+        """Report of the last sync, with what the engine holds for that version now (asked again, not remembered).
+
+        A version that failed its check was never taken into use: its report keeps the answers that failed.
+        """
         if self._report is None:
             return None
+        if self._report.version != self._adapter_version:
+            return asdict(self._report)
         held = await self.engine.collective_rpc("samebits_held_adapter", args=(self._adapter_version,))
         return asdict(self._report) | {"held": list(held)}
 

