@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -162,7 +163,9 @@ def verl_defaults() -> DictConfig:
 @functools.cache
 def _composed_defaults() -> DictConfig:
     if not GlobalHydra.instance().is_initialized():
-        initialize_config_module("verl.trainer.config", version_base=None)
+        # By folder, since the module's name would import verl, which takes seconds that a refused recipe need not cost.
+        verl = importlib.util.find_spec("verl")
+        initialize_config_dir(str(Path(verl.origin).parent / "trainer" / "config"), version_base=None)
     config = compose("ppo_trainer")
     OmegaConf.set_struct(config, True)
     OmegaConf.set_struct(config.actor_rollout_ref.rollout.engine_kwargs, False)  # vLLM's own arguments, which vLLM checks

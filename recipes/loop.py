@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 from omegaconf import DictConfig
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync
@@ -97,6 +98,12 @@ class SamebitsTrainer(PPOTrainerSync):
         ids = [f"{self.global_steps:06d}-{i:05d}" for i in range(len(batch))]
         batch["uid"] = _object_stack(ids)
         return batch
+
+    def _balance_batch(self, batch, metrics, *args, **kwargs):
+        """As verl; a single rank has nothing to balance, and verl's partitioning of one part takes longer than a small step's loss."""
+        if self.actor_rollout_wg.world_size > 1:
+            return super()._balance_batch(batch, metrics, *args, **kwargs)
+        return upsample_batch_to_divisible_size(batch, self._get_required_batch_multiple(1), self.tokenizer.eos_token_id)
 
     def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs) -> dict[str, float]:
         correct = [score > 0 for score in reward_extra_infos_dict["reward"]]

@@ -26,6 +26,12 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
 
+# Columns of the dataset that verl reads again beside a sample. The others stay behind: each costs a Python object for every sample
+# wherever the batch is packed, moved or cut.
+_TRAINING_COLUMNS = ("uid",)
+_VALIDATION_COLUMNS = ("uid", "data_source", "reward_model")
+
+
 class RolloutFailed(RuntimeError):
     """A batch could not be generated or graded."""
 
@@ -84,7 +90,7 @@ class BatchLoop:
         self.digests = {"prompts/digest": _digest(prompts), "samples/digest": _digest([o.token_ids for o in outputs])}
         fields, tags = [], []
         for ids, owner, output in zip(prompts, owners, outputs, strict=True):
-            fields.append(self._sample(ids, owner, output))
+            fields.append(self._sample(ids, owner, output, _VALIDATION_COLUMNS if validate else _TRAINING_COLUMNS))
             tags.append(_tag(step, len(ids), output))
         tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
         done = {"is_prompt": True, "status": "finished", "global_steps": step}
@@ -103,7 +109,7 @@ class BatchLoop:
             raise RolloutFailed(f"the engine aborted {aborted} of {len(outputs)} samples")
         return outputs
 
-    def _sample(self, prompt_ids: list[int], row: dict[str, Any], output: TokenOutput) -> dict[str, Any]:
+    def _sample(self, prompt_ids: list[int], row: dict[str, Any], output: TokenOutput, columns: tuple[str, ...]) -> dict[str, Any]:
         text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         extra = dict(row.get("extra_info") or {})
         extra |= {"finish_reason": output.extra_fields["finish_reason"], "response_tokens": len(output.token_ids)}
@@ -125,11 +131,10 @@ class BatchLoop:
             metrics=AgentLoopMetrics(),
             extra_fields=output.extra_fields | {"reward_extra_info": details, "turn_scores": [], "tool_rewards": []},
         ).as_dict()
-        sample |= row
+        sample |= {name: row[name] for name in columns if name in row}
         sample["loss_mask"] = sample["response_mask"]
         sample["input_ids"] = torch.cat((sample["prompts"], sample["responses"]))
         sample["position_ids"] = torch.arange(sample["input_ids"].numel())
-        sample["multi_modal_inputs"] = {}
         return sample
 
 

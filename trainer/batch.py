@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from .m3_config import M3Dims
@@ -34,6 +34,11 @@ class PackedBatch(NamedTuple):
     temperature: Tensor  # fp32 [T]
     routes: Tensor | None  # int16 [T, layers, k], -1 native
     blocks: Tensor | None  # int16 [T, layers, G, n], -1 native
+
+
+def without_row_objects(batch: TensorDict) -> TensorDict:
+    """The batch without its columns of one Python object a row (ids, dicts): training reads none, and they are slow to cut and move."""
+    return batch.exclude(*(key for key, value in batch.items() if isinstance(value, NonTensorStack)))
 
 
 def pack(batch: TensorDict, replay: bool) -> PackedBatch:

@@ -33,7 +33,7 @@ from samebits.quant.profile import get_profile
 from samebits.quant.roles import MODULE_PATHS
 
 from . import hf_config
-from .batch import pack, require_objective_fields, require_routes
+from .batch import pack, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
 from .lora import LoRASettings
 from .model import M3ForTraining, M3Output
@@ -125,7 +125,7 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             pairs = torch.tensor(require_routes(data, self.module.dims), device=get_device_id())
             torch.distributed.all_reduce(pairs, group=self.get_data_parallel_group())
             self._route_pairs = int(pairs)
-        return super().forward_backward_batch(data, loss_function, forward_only)
+        return super().forward_backward_batch(without_row_objects(data), loss_function, forward_only)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
         """One micro-batch to (loss, {model_output, loss, metrics})."""
