@@ -25,7 +25,6 @@ from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
-
 # Columns of the dataset that verl reads again beside a sample. The others stay behind: each costs a Python object for every sample
 # wherever the batch is packed, moved or cut.
 _TRAINING_COLUMNS = ("uid",)

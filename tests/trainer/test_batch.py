@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from samebits.trainer.batch import BatchError, pack, require_objective_fields, require_routes
+from samebits.trainer.batch import BatchError, pack, require_objective_fields, require_routes, without_row_objects
 from samebits.trainer.m3_config import M3Dims
 from tests.support import random_m3
 from tests.support.training import batch, nested, random_batch
@@ -122,3 +123,18 @@ def test_native_rows_are_allowed(data):
     before = require_routes(data, DIMS)
     data["routed_experts"].values()[1] = -1
     assert require_routes(data, DIMS) == before - 2
+
+
+def test_columns_of_row_objects_are_dropped_and_the_rest_is_kept():
+    batch = TensorDict(
+        {
+            "x": torch.arange(3),
+            "uid": NonTensorStack("a", "b", "c"),
+            "extra": NonTensorStack({"k": 1}, {"k": 2}, {}),
+            "temperature": NonTensorData(0.5, batch_size=[3]),
+        },
+        batch_size=[3],
+    )
+    kept = without_row_objects(batch)
+    assert set(kept.keys()) == {"x", "temperature"}
+    assert kept["temperature"] == 0.5 and torch.equal(kept["x"], torch.arange(3))
