@@ -26,6 +26,10 @@ from .validate import validate
 PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
 
 
+_ENGINE_DIED = "See root cause above"  # vLLM's words for an engine process that did not start
+_ENGINE_ERROR = re.compile(r"\(EngineCore[^)]*\).*?\b((?:[A-Z]\w*)(?:Error|Exception|Mismatch): .+)")
+
+
 class JobFailed(RuntimeError):
     """The job stopped. The message is one line."""
 
@@ -158,7 +162,7 @@ def _follow(job: Any, metrics: Path, total: int, console: Console) -> None:
         ray.get(job)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        raise JobFailed(_one_line(cause)) from error
+        raise JobFailed(_with_engine_cause(_one_line(cause), _ray_logs())) from error
     except RayError as error:
         raise JobFailed(_one_line(error)) from error
 
@@ -176,6 +180,23 @@ def _one_line(error: BaseException) -> str:
     text = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     text = re.sub(r"^[A-Za-z_][\w.]*(Error|Mismatch|Lost|Failed|Exception): ", "", text)  # of a traceback carried along by Ray
     return text if len(text) < 600 else text[:600] + "..."
+
+
+def _ray_logs() -> Path:
+    """Folder of the logs of all processes of this job."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
+def _with_engine_cause(text: str, logs: Path) -> str:
+    """`text`; where vLLM only says that its engine process died, also the error that this process printed, and where it printed it."""
+    if _ENGINE_DIED not in text:
+        return text
+    for path in sorted(logs.glob("worker-*.err")) + sorted(logs.glob("worker-*.out")):
+        for line in path.read_text(errors="replace").splitlines():
+            found = _ENGINE_ERROR.search(line)
+            if found and _ENGINE_DIED not in found[1]:
+                return f"the engine did not start: {found[1][:500]} (log: {path})"
+    return f"{text} (logs of all processes: {logs})"
 
 
 def _summarise(recipe: Recipe, total: int, seconds: float) -> dict[str, Any]:

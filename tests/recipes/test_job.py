@@ -112,3 +112,19 @@ def test_skipped_sync_stops_the_job_and_names_what_is_stale(tmp_path):
     last = log.strip().splitlines()[-1]
     assert last.startswith("samebits: stopped:") and "version 1 is held, the trainer is at 2" in last and "lora_A" in last
     assert [line["step"] for line in read_metrics(tmp_path / "fault" / "metrics.jsonl")] == [0, 1]
+
+
+def test_an_engine_that_did_not_start_is_explained_by_its_own_error(tmp_path):
+    from samebits.recipes.job import _with_engine_cause
+
+    died = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    assert _with_engine_cause("kl too large", tmp_path) == "kl too large"
+    assert str(tmp_path) in _with_engine_cause(died, tmp_path)
+    log = tmp_path / "worker-1.err"
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-29 core.py:9] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-29 core.py:9] ValueError: No available memory for the cache blocks.\n"
+        f"(EngineCore pid=7) ERROR 11-29 core.py:9] RuntimeError: {died}\n"
+    )
+    text = _with_engine_cause(died, tmp_path)
+    assert text == f"the engine did not start: ValueError: No available memory for the cache blocks. (log: {log})"
