@@ -177,7 +177,8 @@ class Plan:
             return None
         partner = modules[gate_up_partner(strip_prefixes(stored.module))]
         if partner.kind.format is not stored.kind.format:
-            raise CheckpointError(f"{self.source}: {stored.module} and {partner.module} are stored in different formats")
+            gate, up = sorted((stored.module, partner.module))
+            raise CheckpointError(f"{self.source}: {gate} and {up} are stored in different formats")
         return partner
 
     def _keeps_activation_scale(self, stored: Stored) -> bool:

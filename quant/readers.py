@@ -44,6 +44,7 @@ LEAVES = frozenset(
 """Names of a module's tensors that readers know."""
 ACTIVATION_LEAVES = ("input_scale", "input_global_scale")
 KV_LEAVES = ("k_scale", "v_scale")
+_ROWS = 64
 _METHODS = (None, "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "mxfp8", "compressed-tensors", "samebits")
 
 
@@ -225,14 +226,13 @@ def share_scale(gate: NVFP4Tensor, up: NVFP4Tensor, names: tuple[str, str]) -> t
 
 
 def rescaled(t: NVFP4Tensor, target: Tensor) -> NVFP4Tensor | None:
-    """`t` with global scale `target` and new block scales, or None when a value would change. Blocks of zeros take any scale."""
+    """`t` with global scale `target` and new block scales, or None when the bits of a value would change."""
     if torch.equal(t.global_scale, target):
         return t
-    old = t.block_scales.view(torch.float8_e4m3fn).float() * t.global_scale
-    fit = (old / target).clamp(max=nvfp4.E4M3_MAX).to(torch.float8_e4m3fn)
-    empty = ((t.codes & 0x77) == 0).unflatten(-1, (-1, nvfp4.BLOCK // 2)).all(-1)
-    if not ((fit.float() * target == old) | empty).all():
-        return None
-    out = NVFP4Tensor(t.codes, fit.view(torch.uint8), target)
-    same = torch.equal(nvfp4.dequantize(out).view(torch.int32), nvfp4.dequantize(t).view(torch.int32))
-    return out if same else None
+    ratio = t.block_scales.view(torch.float8_e4m3fn).float() * t.global_scale / target
+    blocks = ratio.clamp(max=nvfp4.E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    for rows in torch.arange(len(t.codes)).split(_ROWS):  # most candidates fail at once
+        old, new = (NVFP4Tensor(t.codes[rows], s[rows], g) for s, g in ((t.block_scales, t.global_scale), (blocks, target)))
+        if not torch.equal(nvfp4.dequantize(old).view(torch.int32), nvfp4.dequantize(new).view(torch.int32)):
+            return None
+    return NVFP4Tensor(t.codes, blocks, target)

@@ -20,6 +20,10 @@ from samebits.quant.shards import INDEX, CheckpointError
 from tests.support import random_m3, stored
 
 PROFILE = get_profile("w4a16")
+SIDE = (
+    "tokenizer.json tokenizer_config.json vocab.json merges.txt spiece.model qwen.tiktoken added_tokens.json special_tokens_map.json "
+    "chat_template.json tools.jinja generation_config.json preprocessor_config.json LICENSE modeling_x.py"
+).split()
 EXPERT = "model.layers.2.block_sparse_moe.experts.5."
 
 
@@ -37,9 +41,8 @@ def want(tensors):
 def sharded(tmp_path_factory, tensors):
     """Six shards, dealt round robin: most gates lie apart from their ups."""
     folder = stored.write(tmp_path_factory.mktemp("source"), tensors, shards=6)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "generation_config.json").write_text("[]")
-    (folder / "chat_template.jinja").write_text("x")
+    for name in SIDE:
+        (folder / name).write_text(f"this is {name}")
     (folder / "notes.txt").write_text("not copied")
     (folder / "hf_quant_config.json").write_text("not copied")
     return folder
@@ -103,9 +106,9 @@ def test_gate_and_up_in_different_shards_share_their_scale(sharded, converted):
 
 
 def test_side_files_are_copied_and_nothing_else(sharded, converted):
-    files = {"tokenizer.json", "generation_config.json", "chat_template.jinja", "config.json", INDEX}
-    assert {p.name for p in converted.iterdir() if p.suffix != ".safetensors"} == files
-    assert (converted / "chat_template.jinja").read_bytes() == (sharded / "chat_template.jinja").read_bytes()
+    assert {p.name for p in converted.iterdir() if p.suffix != ".safetensors"} == {*SIDE, "config.json", INDEX}
+    for name in SIDE:
+        assert (converted / name).read_bytes() == (sharded / name).read_bytes()
 
 
 def test_bytes_do_not_depend_on_workers(sharded, converted, tmp_path):
@@ -179,7 +182,9 @@ def test_memory_holds_one_module_at_a_time(tmp_path, monkeypatch):
 
 
 def test_modelopt_is_taken_over_byte_for_byte(tmp_path, tensors, want):
-    config = random_m3.config() | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}}
+    declared = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    config = random_m3.config() | {"quantization_config": declared, "compression_config": {}}
+    config["text_config"]["quantization_config"] = declared
     source = stored.modelopt(tensors) | {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
     stored.write(tmp_path / "source", source, shards=5, config=config)
     report = convert(tmp_path / "source", tmp_path / "out", PROFILE)
@@ -189,7 +194,9 @@ def test_modelopt_is_taken_over_byte_for_byte(tmp_path, tensors, want):
         "activation scales, which profile w4a16 does not use": 48,
         "KV cache scales; profiles write the cache with scale 1": 1,
     }
-    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["producer"] == {"name": "samebits"}
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["quantization_config"]["producer"] == {"name": "samebits"}
+    assert "compression_config" not in written and "quantization_config" not in written["text_config"]
 
 
 def test_a_samebits_checkpoint_is_taken_over_byte_for_byte(converted, want, tmp_path):
@@ -256,6 +263,14 @@ def test_other_pairs_are_refused_with_layer_and_expert(tmp_path, tensors):
     stored.write(tmp_path / "source", stored.modelopt(tensors, scale))
     with pytest.raises(CheckpointError, match=r"model\.layers\.\d\.block_sparse_moe\.experts\.\d\.w1.* and .*w3.* cannot be made one"):
         convert(tmp_path / "source", tmp_path / "out", PROFILE)
+
+
+def test_a_pair_in_two_formats_is_refused(tmp_path, tensors):
+    up = {n: t for n, t in stored.modelopt(tensors).items() if f"{EXPERT}w3" in n}
+    stored.write(tmp_path / "source", tensors | up)
+    with pytest.raises(CheckpointError, match=f"{EXPERT}w1 and .*{EXPERT}w3 are stored in different formats"):
+        convert(tmp_path / "source", tmp_path / "out", PROFILE)
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_quantized_twice(tmp_path, tensors):
@@ -350,6 +365,17 @@ def test_non_finite_weights_are_named_and_nothing_unfinished_is_left(tmp_path, t
         Checkpoint(tmp_path / "out")
 
 
+def test_a_nan_in_the_partner_stops_the_gate_too(tmp_path, tensors):
+    """The two lie in different shards; the gate's must not be finished with a scale that the up's NaN made."""
+    name = f"{EXPERT}w3.weight"
+    broken = tensors[name].clone()
+    broken[0, 0] = float("nan")
+    stored.write(tmp_path / "source", tensors | {name: broken}, shards=2, place=lambda n, _: int(n == name))
+    with pytest.raises(NonFiniteWeight, match=f"^{name}: "):
+        convert(tmp_path / "source", tmp_path / "out", PROFILE, workers=1)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
 def test_fp32_that_bf16_cannot_hold_is_named(tmp_path, tensors):
     norm = torch.full((64,), 3.4e38)
     stored.write(tmp_path / "source", tensors | {"model.norm.weight": norm})
@@ -434,7 +460,7 @@ def test_a_damaged_or_lost_shard_is_written_again(sharded, converted, tmp_path):
     data[-5] ^= 1
     first.write_bytes(data)
     second.unlink()
-    (out / ".samebits-tmp-model-00001-of-00006.safetensors.part").write_text("left behind")
+    (out / ".samebits-tmp-from-an-older-version.part").write_text("left behind")
     convert(sharded, out, PROFILE)
     assert contents(out) == contents(converted)
 

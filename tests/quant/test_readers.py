@@ -175,6 +175,15 @@ E4M3, U8 = torch.float8_e4m3fn, torch.uint8
             "does not belong to a weight in F8_E4M3",
         ),
         ({"weight": ((24, 64), torch.bfloat16), "weight_scale": ((24, 2), U8)}, "weight_scale does not belong to a weight in BF16"),
+        (
+            {"weight": ((24, 32), U8), "weight_scale": ((24, 4), U8), "weight_scale_2": ((), torch.float32)},
+            "is U8 .*, not F8_E4M3",
+        ),
+        (
+            {"weight": ((24, 32), U8), "weight_scale": ((24, 4), E4M3), "weight_scale_2": ((), torch.bfloat16)},
+            "is BF16 .*, not F32",
+        ),
+        ({"weight": ((24, 64), E4M3), "weight_scale": ((24, 2), torch.float32)}, "weight_scale is F32 .*, not U8"),
         ({"weight": ((24, 20), U8), "weight_scale": ((24, 2), E4M3), "weight_scale_2": ((), torch.float32)}, "multiple of 16"),
         ({"weight": ((24, 40), E4M3), "weight_scale": ((24, 1), U8)}, "multiple of 32"),
         (
@@ -231,6 +240,14 @@ def test_a_power_of_two_goes_into_the_block_scales():
     check_shared(tensor([448.0, 0.875], 0.3), tensor([448.0, 2.0**-4], 0.3 / 4), want=torch.tensor(0.3).item())
 
 
+def test_the_larger_scale_is_taken_where_both_would_do():
+    check_shared(tensor([1.0, 3.0], 0.5), tensor([2.0, 0.5], 0.125), want=0.5)
+
+
+def test_the_smaller_scale_is_taken_where_only_it_keeps_the_bits():
+    check_shared(tensor([1.0, 256.0], 1.5 * 2.0**-12), tensor([448.0, 1.0], 2.0**-12), want=2.0**-12)
+
+
 def test_the_smaller_scale_is_taken_where_the_larger_would_lose_bits():
     gate, up = tensor([112.0, 1.0], 0.25), tensor([448.0, 2.0**-9], 0.0625)
     assert rescaled(up, gate.global_scale) is None
@@ -245,6 +262,17 @@ def test_a_scale_between_the_two_is_found():
 
 def test_a_ratio_that_every_block_scale_can_take_is_no_power_of_two():
     check_shared(tensor([448.0, 1.0], 1.5 * 2.0**-12), tensor([1.5, 12.0], 2.0**-12), want=1.5 * 2.0**-12)
+
+
+def test_every_row_is_verified(monkeypatch):
+    monkeypatch.setattr(readers, "_ROWS", 2)
+    good = [448.0] * 5
+    check_shared(tensor(good, 0.5), tensor(good, 0.25), want=0.5)
+    for i in range(5):
+        bad = list(good)
+        bad[i] = 2.0**-9
+        with pytest.raises(CheckpointError):
+            share_scale(tensor(good, 0.5), tensor(bad, 0.25), ("gate", "up"))
 
 
 def test_a_block_of_zeros_takes_any_scale():

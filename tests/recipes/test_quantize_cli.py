@@ -81,16 +81,26 @@ def command(*args) -> list[str]:
     return [sys.executable, "-m", "samebits.recipes.cli", *map(str, args)]
 
 
-def test_the_command_killed_and_run_again_gives_the_same_bytes(tmp_path):
+def until_shards(process, out: Path, count: int) -> None:
+    while process.poll() is None and len(list(out.glob("*.safetensors"))) < count:
+        time.sleep(0.002)
+
+
+def test_the_command_stopped_and_killed_and_run_again_gives_the_same_bytes(tmp_path):
     sizes = dict(hidden=256, intermediate=512, experts=16, dense=1024)
-    source = stored.write(tmp_path / "source", random_m3.tensors(**sizes), shards=8, config=random_m3.config(**sizes))
+    source = stored.write(tmp_path / "source", random_m3.tensors(**sizes), shards=12, config=random_m3.config(**sizes))
     assert run("quantize", source, tmp_path / "want").exit_code == 0
     out = tmp_path / "out"
-    process = subprocess.Popen(command("quantize", source, out, "--workers", "1"), stdout=subprocess.DEVNULL)
-    while process.poll() is None and len(list(out.glob("*.safetensors"))) < 2:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and not (out / "config.json").exists()
+    for count, sign, status in ((1, signal.SIGINT, 1), (4, signal.SIGKILL, -signal.SIGKILL)):
+        arguments = command("quantize", source, out, "--workers", "1")
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        until_shards(process, out, count)
+        process.send_signal(sign)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == status and not (out / "config.json").exists()
+        if sign == signal.SIGINT:
+            assert said == "samebits: stopped; the same command goes on from here\n"
+            assert not any("tmp" in p.name for p in out.iterdir())
     again = subprocess.run(command("quantize", source, out), capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert "files were finished before" in again.stdout
