@@ -100,9 +100,9 @@ def convert(
         CheckpointError: in one line that names the file or tensor. `NonFiniteWeight`: a weight holds NaN or infinity.
     """
     source, target = Path(source), Path(target)
-    plan = Plan(source, profile)
-    _check_target(source, target)
     try:
+        plan = Plan(source, profile)
+        _check_target(source, target)
         target.mkdir(parents=True, exist_ok=True)
         with _lock(target):
             run = _Run(plan, target, workers, on_bytes)
