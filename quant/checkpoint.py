@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,15 +20,15 @@ from . import mxfp8, nvfp4
 from .mxfp8 import MXFP8Tensor
 from .nvfp4 import NVFP4Tensor
 from .profile import Format, NumericsProfile
-from .roles import Role, module_id, strip_prefixes, tensor_role
+from .roles import NOT_TEXT, Role, module_id, strip_prefixes, tensor_role
+from .shards import CheckpointError, Shards
+
+__all__ = ["Checkpoint", "CheckpointError", "config_json", "quantization_config", "quantize_tensors", "write_checkpoint"]
 
 Weight = Tensor | NVFP4Tensor | MXFP8Tensor
-_DTYPES = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
+TORCH_DTYPES = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
+"""Torch dtype of the formats without blocks."""
 _ALGO = {Format.NVFP4: ("W4A16_NVFP4", nvfp4.BLOCK), Format.MXFP8: ("MXFP8", mxfp8.BLOCK)}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is missing, incomplete or of another kind."""
 
 
 def quantize_tensors(tensors: Mapping[str, Tensor], profile: NumericsProfile) -> dict[str, Tensor]:
@@ -43,25 +42,26 @@ def quantize_tensors(tensors: Mapping[str, Tensor], profile: NumericsProfile) ->
         fmt = profile.weight_format(role)
         module = name.removesuffix(".weight")
         if fmt is Format.NVFP4:
-            partner = tensors[_gate_up_partner(name)] if role in (Role.EXPERT_GATE, Role.EXPERT_UP) else tensor
+            partner = tensors[f"{gate_up_partner(module)}.weight"] if role in (Role.EXPERT_GATE, Role.EXPERT_UP) else tensor
             amax = torch.maximum(tensor.abs().amax(), partner.abs().amax())
-            t = nvfp4.quantize(tensor, nvfp4.global_scale(amax), name)
+            t = nvfp4.quantize(tensor, nvfp4.global_scale(amax), name=name)
             out[name] = t.codes
             out[f"{module}.weight_scale"] = t.block_scales.view(torch.float8_e4m3fn)
             out[f"{module}.weight_scale_2"] = t.global_scale
         elif fmt is Format.MXFP8:
-            m = mxfp8.quantize(tensor, name)
+            m = mxfp8.quantize(tensor, name=name)
             out[name] = m.codes.view(torch.float8_e4m3fn)
             out[f"{module}.weight_scale"] = m.exponents
         else:
             nvfp4.require_finite(tensor, name)
-            out[name] = tensor.to(_DTYPES[fmt])
+            out[name] = tensor.to(TORCH_DTYPES[fmt])
     return out
 
 
-def _gate_up_partner(name: str) -> str:
-    head, leaf = name.removesuffix(".weight").rsplit(".", 1)
-    return f"{head}.{ {'w1': 'w3', 'w3': 'w1'}[leaf] }.weight"
+def gate_up_partner(module: str) -> str:
+    """Path of the up (w3) of an expert's gate (w1), and the other way round."""
+    head, leaf = module.rsplit(".", 1)
+    return f"{head}.{ {'w1': 'w3', 'w3': 'w1'}[leaf] }"
 
 
 def quantization_config(names: Iterable[str], profile: NumericsProfile) -> dict[str, Any]:
@@ -86,39 +86,48 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mappin
     folder.mkdir(parents=True, exist_ok=True)
     quantized = quantize_tensors(tensors, profile)
     save_file({n: t.contiguous() for n, t in quantized.items()}, folder / "model.safetensors", {"format": "pt"})
-    stamped = {
+    (folder / "config.json").write_text(json.dumps(config_json(config, tensors, profile), indent=2) + "\n")
+
+
+def config_json(config: Mapping[str, Any], names: Iterable[str], profile: NumericsProfile) -> dict[str, Any]:
+    """`config` with the quantization config for the tensors called `names` and the profile's name and hash."""
+    return {
         **config,
-        "quantization_config": quantization_config(tensors, profile),
+        "quantization_config": quantization_config(names, profile),
         "samebits": {"profile": profile.name, "weights_hash": profile.weights_hash},
     }
-    (folder / "config.json").write_text(json.dumps(stamped, indent=2) + "\n")
 
 
 class Checkpoint:
-    """A quantized checkpoint opened for reading; tensors are read when asked for.
+    """The text model of a quantized checkpoint, opened for reading; tensors are read when asked for.
 
-    Raises `CheckpointError` in one line when the folder holds no samebits checkpoint.
+    Opening reads the headers of all shards and nothing else. Raises `CheckpointError` in one line when the folder holds no samebits
+    checkpoint, when a shard is missing, left over or truncated, or when a tensor is there twice or is missing from its shard or index.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not (self.folder / "config.json").is_file():
             raise CheckpointError(f"no model at {folder}")
-        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        try:
+            self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        except ValueError:
+            raise CheckpointError(f"{self.folder / 'config.json'} is unreadable") from None
         if "samebits" not in self.config:
             raise CheckpointError(f"{folder} was not quantized by samebits (config.json has no 'samebits' entry)")
         self.weights_hash: str = self.config["samebits"]["weights_hash"]
-        self._files: dict[str, Path] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as f:
-                self._files |= dict.fromkeys(f.keys(), path)
-        if not self._files:
-            raise CheckpointError(f"{folder} holds no safetensors file")
-        self._by_name = {strip_prefixes(name): name for name in self._files}
+        self._shards = Shards(self.folder)
+        self._by_name: dict[str, str] = {}
+        for stored in self._shards.entries:
+            name = strip_prefixes(stored)
+            if name in self._by_name:
+                raise CheckpointError(f"{folder}: tensor {name} is there as {self._by_name[name]} and as {stored}")
+            if not name.startswith(NOT_TEXT):
+                self._by_name[name] = stored
 
     @property
     def names(self) -> list[str]:
-        """Names of all stored tensors, without prefixes."""
+        """Names of all stored tensors of the text model, without prefixes."""
         return list(self._by_name)
 
     @property
@@ -130,9 +139,7 @@ class Checkpoint:
         """One stored tensor by its name without prefixes. Raises `CheckpointError` when there is none."""
         if name not in self._by_name:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing")
-        stored = self._by_name[name]
-        with safe_open(self._files[stored], "pt") as f:
-            return f.get_tensor(stored)
+        return self._shards.read(self._by_name[name])
 
     def weight(self, module: str) -> Weight:
         """The weight of a module in its stored format, codes and scales as uint8."""

@@ -65,6 +65,11 @@ MODULE_PATHS: dict[Role, str] = {
     Role.DENSE_DOWN: "mlp.down_proj",
     Role.ROUTER: "block_sparse_moe.gate",
 }
+# Parts of a vision-language checkpoint beside the text model, by the start of their names (prefixes stripped).
+VISION_PARTS = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
+MTP_PARTS = ("mtp.", "model.mtp.")
+NOT_TEXT = VISION_PARTS + MTP_PARTS
+
 _NORM_MODULES = (
     "input_layernorm",
     "post_attention_layernorm",

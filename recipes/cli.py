@@ -1,4 +1,4 @@
-"""The command line: `samebits train`, `samebits tiny-m3`.
+"""The command line: `samebits train`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from . import plans
+
 app = typer.Typer(
     name="samebits",
     help="RL post-training in which trainer and serving engine compute with the same bits.",
@@ -21,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(plans.app, name="plan")
 console = Console()
 
 
@@ -54,6 +57,29 @@ def train(
         raise _fail(f"stopped: {error}", 1) from None
     print_summary(summary, console)
     console.print(f"everything is in {own.folder}")
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="folder of a MiniMax-M3 checkpoint: 16 or 32 bits, or quantized by another tool")],
+    target: Annotated[Path, typer.Argument(help="folder to write; the same command goes on after an interruption")],
+    profile: Annotated[str, typer.Option(help="numerics profile")] = "w4a16",
+    workers: Annotated[int | None, typer.Option(min=1, help="files at a time; default one for each core, at most 8")] = None,
+) -> None:
+    """Write a checkpoint in the formats of a numerics profile, streaming; nothing quantized is quantized again."""
+    from samebits.quant.profile import get_profile
+
+    from .quantize import quantize as run
+    from .quantize import summary
+
+    try:
+        report = run(source, target, get_profile(profile), workers, console)
+    except ValueError as error:
+        raise _fail(str(error), 2) from None
+    except KeyboardInterrupt:
+        raise _fail("stopped; the same command goes on from here", 1) from None
+    for line in summary(report, target):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @app.command("tiny-m3")

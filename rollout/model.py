@@ -22,14 +22,12 @@ from samebits.kernels.linear import frozen_linear
 from samebits.kernels.moe import moe, route_topk
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import rope_table
-from samebits.quant.roles import MODULE_PATHS, module_id, strip_prefixes
+from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
 
 from . import settings as engine_settings
 from .attention import Attention
 from .quantization import NVFP4Experts
 from .slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
-
-_NOT_TEXT = ("mtp.", "model.mtp.", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
 
 
 class Norm(nn.Module):
@@ -223,7 +221,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         projections = {path: (m, shard) for m in self._projections() for path, _, shard in m.slices}
         expected, filled = self._expected(projections), set()
         for name, tensor in weights:
-            if strip_prefixes(name).startswith(_NOT_TEXT):
+            if strip_prefixes(name).startswith(NOT_TEXT):
                 continue
             path, _, leaf = strip_prefixes(name).rpartition(".")
             if f"{path}.{leaf}" not in expected:

@@ -26,10 +26,10 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(checkpoint) -> Callable:
-    """Starts an engine in this process, with whatever options differ from the usual ones."""
+    """Starts an engine in this process, on `folder` or the session's checkpoint, with whatever options differ from the usual ones."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 
-    def start(kv_cache: str = "auto", **options):
+    def start(kv_cache: str = "auto", folder: Path = checkpoint, **options):
         from vllm import LLM
 
         usual = dict(
@@ -46,7 +46,7 @@ def start(checkpoint) -> Callable:
             worker_extension_cls="samebits.rollout.worker.WorkerExtension",
             additional_config={"samebits": {"profile": PROFILE, "kv_cache": kv_cache, "rank": RANK}},
         )
-        return Engine(LLM(str(checkpoint), **(usual | options)), kv_cache)
+        return Engine(LLM(str(folder), **(usual | options)), kv_cache)
 
     return start
 
