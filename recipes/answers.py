@@ -31,7 +31,7 @@ _CHARACTERS = str.maketrans(
         "×": r"\times ", "÷": "/", "⁄": "/", "∕": "/", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*",
         "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "±": r"\pm ", "√": r"\sqrt ", "∪": r"\cup ", "∅": r"\emptyset ",
         "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "≡": r"\equiv ", "…": r"\ldots ", "⇒": r"\implies ",
-        "→": r"\to ", "：": ":", "，": ",", "％": "%", "＝": "=", "（": "(", "）": ")", "。": ".",
+        "→": r"\to ", "：": ":", "，": ",", "％": "%", "＝": "=", "＄": "$", "（": "(", "）": ")", "。": ".",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     }
 )  # fmt: skip
@@ -39,7 +39,7 @@ _SUPERSCRIPTS = {ord(s): d for s, d in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "01
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _SPACES = re.compile(r"\\[,;:!> ]|\\q?quad(?![A-Za-z])|\\(?:thinspace|medspace|enspace)(?![A-Za-z])|~|\\\\(?:\[[^\]]*\])?|\s+")
 _NOISE = re.compile(
-    r"\\(?:displaystyle|textstyle|limits|left|right|[Bb]igg?[lrm]?|phantom\{[^{}]*\}|hspace\{[^{}]*\})(?![A-Za-z])|(?<!\\)\$|\\[()\[\]]"
+    r"\\(?:displaystyle|textstyle|limits|left|right|[lL]arge|LARGE|[hH]uge|small|normalsize|[Bb]igg?[lrm]?|phantom\{[^{}]*\}|hspace\{[^{}]*\})(?![A-Za-z])|(?<!\\)\$|\\[()\[\]]"
 )
 _RENAMES = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
@@ -76,14 +76,14 @@ _CHANGES = frozenset(
     quarter quarters fourth fourths fifth fifths sixth sixths tenth tenths hundredth hundredths thousandth thousandths score plus minus
     times over divided multiplied squared cubed factorial choose power powers root sqrt pi to the mod log ln sin cos tan e i x y z n k
     or and not no nor if unless more less least most greater smaller bigger larger than about approximately around roughly except versus
-    wrong incorrect false isn cannot maybe possibly perhaps instead but through from between up down per repeating recurring base
-    modulo equals is are was plusminus infinity""".split()
+    wrong incorrect false isn cannot maybe possibly perhaps instead but through from between up down repeating recurring base
+    modulo equals is are was infinity""".split()
 )  # fmt: skip
-_SHORT_UNITS = frozenset("m g s h L cm mm km dm kg mg ml mL hr mi ft in lb oz Hz kW th st nd rd pt".split())
+_SHORT_UNITS = frozenset("m g s h L cm mm km dm kg mg ml mL hr mi ft in lb oz Hz kW km/h m/s sq cu th st nd rd pt".split())
 _LETTERS = re.compile(r"[A-Za-z]+")
 _MACRO = re.compile(r"\\[A-Za-z]+")
-_UNREADABLE = re.compile(r"[0-9)}] +[0-9]|[0-9)}] ?_|[?:]|\\ldots(?![A-Za-z])|\\text(?![A-Za-z])")
-"""Two numbers side by side, a numeral in another base, a ratio, dots, words: parsers read these as something else."""
+_UNREADABLE = re.compile(r"[0-9)}] +[0-9]|[0-9)}] ?_|[?:'\"]|\\ldots(?![A-Za-z])|\\text(?![A-Za-z])")
+"""Two numbers side by side, a numeral in another base, a ratio, a prime, dots, words: parsers read these as something else."""
 _FUNCTIONS = frozenset("e i pi sqrt sin cos tan cot sec csc log ln exp max min gcd lcm binom frac".split())
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\in(?![A-Za-z])")
 _RELATION = re.compile(r"[<>]|\\(?:leq|geq|neq|lt|gt|approx|sim|simeq|notin|mid)(?![A-Za-z])")
@@ -121,12 +121,14 @@ def tidy(text: str) -> str:
 def _undress(text: str) -> str:
     while True:
         before = text
-        text = text.strip(" \t`*_\"'").rstrip(".,;:").strip() if not text.endswith("\\") else text[:-1]
+        text = text.strip(" \t`*_✓✔✅").rstrip(".,;:").strip() if not text.endswith("\\") else text[:-1]
         match = _WRAPPED.match(text)
         start = match.end() - 1 if match else 0 if text.startswith("{") else -1
         if start >= 0 and _closing(text, start) == len(text) - 1:
             text = text[start + 1 : -1]
         elif text.startswith("(") and text.endswith(")") and _closing(text, 0) == len(text) - 1 and not _splits(text[1:-1]):
+            text = text[1:-1]
+        if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
             text = text[1:-1]
         text = text.removeprefix(r"\$").removeprefix("€").removeprefix("£")
         if text == before:

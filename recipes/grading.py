@@ -36,7 +36,8 @@ _THINK_END = "</think>"
 _BOX = re.compile(r"\\boxed(?![A-Za-z])\s*")
 _BARE_BOX = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})*|[-−+]?[0-9][0-9,]*(?:\.[0-9]+)?|[A-Za-z]")
 _ANCHOR = re.compile(
-    r"answers?(?P<of>\s+(?:to|for|of)\s[^.\n:=]{0,80}?)?[*_`]{0,3}\s{0,3}(?:(?P<colon>[:：=])|(?P<verb>is|are)\b\s*:?)",
+    r"answers?(?P<of>\s+(?:to|for|of)\s[^.\n:=]{0,80}?)?[*_`]{0,3}"
+    r"(?:\s{0,3}(?:(?P<colon>[:：=])|(?P<verb>is|are|must be|equals)\b\s*:?)|(?P<heading>[ \t]*\n))",
     re.IGNORECASE,
 )
 _PLACEHOLDER = re.compile(
@@ -47,7 +48,9 @@ _PLACEHOLDER = re.compile(
 _EMPTY_BOX = re.compile(
     r"\s*(?:\\?(?:ldots|dots|cdot)|\.{2,}|…|#+|_+|\\text\{\s*)?\s*(?:your |the |final )*(?:answer)?\s*\}?\s*", re.IGNORECASE
 )
-_LINE_DRESS = re.compile(r"[\s*_`#>]{0,80}")
+_LINE_DRESS = re.compile(r"(?:[\s*_`#>]|\\\[|\$\$(?=\s)){0,80}")
+_QUOTES = tuple("\"'“”‘’`")
+_HEADING = re.compile(r"(?:^|\n)[\s*_#]*final[\s*_]*$", re.IGNORECASE)
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _SPECIAL = re.compile(r"(?:<\|?/?[A-Za-z_][A-Za-z_0-9]*\|?>|</s>|\]<\]|\[e~\[)\s*$")
 _SENTENCE_END = re.compile(r"(?<=[^\s.])\.(?:\s+(?=[A-Z\\(*])|\s*$)|\.?\s*<br\s*/?>")
@@ -57,7 +60,11 @@ _LEAD = re.compile(
 _REASON = re.compile(
     r"(?:\s*[,;—–]\s*|\s+)(?:(?:because|since|which|where|obtained)\b.*|(?:is|as|so|by|due|this|with)\b[^0-9]*)$", re.DOTALL | re.IGNORECASE
 )
-_ASIDE = re.compile(r"\s+\((?![^()]*\bmod)[^()0-9]*[A-Za-z]{2}[^()0-9]*\)$")
+_LABEL = re.compile(
+    r"\\(?:text|mathrm|mathbf)(?:bf|rm)?\s*\{(?:[^{}0-9]*(?::|=|\bis|\bare)|\s*\(?[A-E]\)[.:]?)\s*\}(?:\\[ ,;:]|[\s~])*(?=.)"
+)
+_ASIDE = re.compile(r"\s+\((?![^()]*\bmod)(?:[^()0-9]*[A-Za-z]{2}[^()0-9]*|(?:since|because|as|from|using|by)\b[^()]*)\)$")
+_SECOND_THOUGHT = re.compile(r"\W*(?:no|wait|hmm|actually|correction|sorry|or|not|oops)\b", re.IGNORECASE)
 _RETRACTED = re.compile(r"\b(?:or|not|wrong|incorrect|false|no)\b|n't\b|\?\s*$", re.IGNORECASE)
 _BOLD_LINE = re.compile(r"\s*(?:\*\*|__)(?P<value>[^*]+?)(?:\*\*|__)\s*\.?\s*")
 
@@ -88,9 +95,9 @@ def final_statement(text: str) -> Statement | None:
         text = text.rpartition(_THINK_END)[2]
     elif "<think>" in text:
         return None
-    box_at, box = _last_box(text)
-    explicit_at, explicit, prose = _last_line(text, box_at)
-    if box is not None and box_at >= explicit_at:
+    box_end, box = _last_box(text)
+    explicit, prose = _last_line(text, box_end)
+    if box is not None and explicit is None:
         return box
     if explicit is not None:
         return explicit
@@ -98,6 +105,7 @@ def final_statement(text: str) -> Statement | None:
 
 
 def _last_box(text: str) -> tuple[int, Statement | None]:
+    """The last box that says something, and where it ends."""
     end = len(text)
     while (start := text.rfind(r"\boxed", 0, end)) >= 0:
         end = start
@@ -107,13 +115,14 @@ def _last_box(text: str) -> tuple[int, Statement | None]:
         if text[head.end() : head.end() + 1] != "{":
             bare = _BARE_BOX.match(text, head.end())
             if bare:
-                return start, Statement(bare[0], bare.end() < len(text))
+                return bare.end(), Statement(bare[0], bare.end() < len(text))
             continue
         close = _closing_brace(text, head.end())
-        inside = text[head.end() + 1 : close if close >= 0 else len(text)]
-        if close >= 0 and _EMPTY_BOX.fullmatch(inside):
-            continue  # `\boxed{}`: an instruction, repeated
-        return start, Statement(inside) if close >= 0 else Statement("", False)  # an open box: the text was cut inside it
+        if close < 0:
+            return len(text), Statement("", False)  # the text was cut inside the box
+        inside = text[head.end() + 1 : close]
+        if not _EMPTY_BOX.fullmatch(inside):  # `\boxed{}` is an instruction, repeated
+            return close, Statement(inside)
     return -1, None
 
 
@@ -129,28 +138,30 @@ def _closing_brace(text: str, start: int) -> int:
     return -1
 
 
-def _last_line(text: str, floor: int) -> tuple[int, Statement | None, Statement | None]:
-    """Last explicit statement after `floor` with its position, and the last prose one where there is no explicit one at all."""
+def _last_line(text: str, floor: int) -> tuple[Statement | None, Statement | None]:
+    """Last explicit statement after position `floor`, and the last prose one where there is no explicit one."""
     prose = None
     last = {word: text.rfind(word) for word in ("answer", "Answer", "ANSWER")}
     while True:
         word = max(last, key=last.__getitem__)
         start = last[word]
         if start < max(floor, 0):
-            return -1, None, prose
+            return None, prose
         last[word] = text.rfind(word, 0, start)
         if text[start - 1 : start].isalpha() or text[start - 1 : start] in ("$", "\\"):
             continue  # part of a word, or the placeholder of the prompt
         match = _ANCHOR.match(text, start)
         if not match:
             continue
-        final = text[max(0, start - 12) : start].lower().rstrip(" *_\t").endswith("final")
+        lead = text[max(0, start - 24) : start]
         value, whole = _value_after(text, match.end())
-        before = text[max(0, start - 8) : start].rstrip("*_ ")[-1:]
-        if _PLACEHOLDER.match(value) or (before in ('"', "'", "“", "‘", "`") and value[:1] in ('"', "'", "”", "’", "`")):
+        if _PLACEHOLDER.match(value) or (lead.rstrip("*_ ")[-1:] in _QUOTES and value[:1] in _QUOTES):
+            continue
+        final = lead.lower().rstrip(" *_\t").endswith("final")
+        if match["heading"] and not (_HEADING.search(lead) and _looks_like_value(value)):
             continue
         if match["colon"] or (final and _looks_like_value(value)):
-            return start, Statement(value, whole), None
+            return Statement(value, whole), None
         if prose is None and _looks_like_value(value):
             prose = Statement(value, whole)
 
@@ -180,8 +191,11 @@ def candidates(statement: str) -> list[str]:
     while (shorter := _SPECIAL.sub("", value)) != value:
         value = shorter
     readings = [value]
-    value = _SENTENCE_END.split(value, maxsplit=1)[0].strip()
-    lead = _LEAD.match(value)
+    value, *following = _SENTENCE_END.split(value, maxsplit=1)
+    if following and _SECOND_THOUGHT.match(following[0]):
+        return readings
+    value = value.strip()
+    lead = _LEAD.match(value) or _LABEL.match(value)
     value = value[lead.end() :] if lead else value
     reason = _REASON.search(value)
     tail = value[reason.start() :] if reason else ""

@@ -2,10 +2,10 @@
 
 Computer algebra on what a model wrote can run for ever or eat the memory (`10^{10^{10}}`, a nested power, a sum that does not end), and
 math-verify's own limit is `signal.alarm`, which raises in a thread, where verl calls its reward functions. So each comparison runs in a
-worker process: over its time limit the worker is killed and the next comparison starts a new one. The answer then counts as not equal;
-`SymbolicPool.failures` says how often that was.
+worker process: over its time limit the kernel or the parent kills the worker, and the next comparison starts a new one. The answer then
+counts as not equal; `SymbolicPool.failures` says how often that was.
 
-A worker also ends by itself: when its parent is gone (end of file on stdin) and, should it be computing then, by a kernel alarm.
+A worker also ends when its parent is gone: by the end of file on stdin and, should it be computing then, by the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import IO
 
 _MODULE = "samebits.recipes.grading_workers"
 LIMIT_S = 5.0
-"""Wall-clock limit of one comparison, in seconds."""
+"""Limit of one comparison in seconds of CPU time: a busy machine turns no right answer into a wrong one."""
+WALL_FACTOR = 6.0
+"""Wall-clock limit of one comparison, in units of its CPU limit: for what waits and does not compute."""
 START_S = 120.0
 """Wall-clock limit of a worker's start (it imports sympy), in seconds."""
 MEMORY_BYTES = 2 << 30
@@ -56,7 +58,7 @@ class _Worker:
         try:
             self.process.stdin.write(json.dumps([answer, gold, limit_s]).encode() + b"\n")
             self.process.stdin.flush()
-            line = self._line(time.monotonic() + limit_s)
+            line = self._line(time.monotonic() + WALL_FACTOR * limit_s)
         except (BrokenPipeError, OSError):
             line = None
         if line is None:
@@ -101,7 +103,7 @@ class SymbolicPool:
         self._lock = threading.Lock()
 
     def equal(self, answer: str, gold: str) -> bool:
-        """Whether both are the same expression. False too when no verdict came in `limit_s` seconds. Raises `GradingError`."""
+        """Whether both are the same expression. False too when there was no verdict within the limit. Raises `GradingError`."""
         worker = self._slots.get()
         try:
             worker = worker or _Worker()
@@ -165,9 +167,9 @@ def _serve() -> None:
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
         answer, gold, limit_s = json.loads(line)
-        signal.alarm(int(2 * limit_s) + 1)  # default action: the kernel ends the process
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # CPU time; nobody handles its signal, so the kernel ends the process
         verdict = _equal(answer, gold)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(verdict), file=verdicts, flush=True)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from samebits.recipes.eval_stats import ProblemResult, bootstrap, pass_at_k, summarise
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one(case):
     n, right, k = case
@@ -18,7 +19,7 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one(case):
     assert pass_at_k(n, right, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.floats(0.05, 0.95), st.integers(1, 6), st.data())
 def test_pass_at_k_is_unbiased(p, n, data):
     k = data.draw(st.integers(1, n))
@@ -59,6 +60,7 @@ def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
     assert 0.82 <= covered / 300 <= 0.96
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(0, 3))
 def test_bootstrap_brackets_and_repeats(values, seed):
     got = bootstrap(values, draws=300, seed=seed)
@@ -77,7 +79,7 @@ def test_problems_and_not_responses_are_the_unit():
 counts = st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(counts, min_size=1, max_size=12))
 def test_summary_equals_an_independent_recount(rows):
     results = [ProblemResult(str(i), right, n, cut) for i, (n, right, cut) in enumerate(rows)]

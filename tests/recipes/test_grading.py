@@ -93,12 +93,14 @@ FORMS = [
 ]
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(-3, 3), st.sampled_from(FORMS), st.sampled_from(["", "0", "00"]))
 def test_an_integer_is_right_exactly_when_it_is_equal(n, off, form, zeros):
     digits = f"-{zeros}{-n}" if n < 0 else f"{zeros}{n}"
     assert grade("Some steps.\n" + form.format(digits), str(n + off)).correct is (off == 0)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**9), st.integers(1, 10**4))
 def test_grouped_digits_and_decimals_are_exact(n, d):
     assert compare(f"{n:,}", str(n)) is True
@@ -108,7 +110,7 @@ def test_grouped_digits_and_decimals_are_exact(n, d):
     assert compare(f"\\frac{{{n * d + 1}}}{{{d}}}", str(n)) is (d == 1 and False)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="0123456789 .,-+{}()[]\\$=*/^_%!abxANnswer:\nboxed", max_size=80), st.sampled_from(["34", "(1,2)", "\\frac12"]))
 def test_any_text_gets_a_verdict_and_never_an_error(text, gold):
     statement = final_statement(text)
@@ -119,7 +121,7 @@ def test_any_text_gets_a_verdict_and_never_an_error(text, gold):
 
 
 def test_cost_of_junk_is_bounded():
-    started = time.perf_counter()
+    started = time.process_time()
     for junk in (  # each was quadratic once, or could be
         "answer is " * 20_000,
         "\\boxed{" * 20_000,
@@ -128,7 +130,7 @@ def test_cost_of_junk_is_bounded():
         "\\boxed{}" * 20_000,
     ):
         assert not grade(junk, "34").correct
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_ten_thousand_integer_responses_in_well_under_five_seconds():
@@ -166,6 +168,7 @@ def test_overlong_penalty_is_anchored_at_the_response_limit(length, penalty):
     assert overlong_penalty(length, 20480, 4096, factor=0.5) == penalty / 2
 
 
+@settings(deadline=None)
 @given(st.integers(2, 40_000), st.data())
 def test_overlong_penalty_falls_from_zero_to_the_factor(longest, data):
     buffer = data.draw(st.integers(1, longest - 1))
@@ -213,3 +216,37 @@ def test_threads_may_grade(pool):
     with ThreadPoolExecutor(8) as threads:
         verdicts = list(threads.map(lambda c: battery.ours(c, pool), rows))
     assert verdicts == [c["correct"] for c in rows]
+
+
+def test_overlong_penalty_is_the_one_of_verls_dapo_manager():
+    """Same reward from verl's reward manager with its own options, whatever the prompt's length is."""
+    import asyncio
+
+    import numpy as np
+    import torch
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+
+    buffer = {"enable": True, "len": 20, "penalty_factor": 0.5, "log": True}
+    config = OmegaConf.create({"reward": {"reward_kwargs": {"overlong_buffer_cfg": buffer, "max_resp_len": 100}}})
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return "Answer: 34"
+
+    for prompt, length in ((5, 10), (5, 80), (90, 80), (5, 85), (90, 90), (5, 100)):
+        mask = torch.zeros(1, prompt + 100, dtype=torch.long)
+        mask[0, : prompt + length] = 1
+        row = {"data_source": "math_dapo", "reward_model": {"ground_truth": "34"}, "extra_info": {}}
+        data = DataProto.from_dict(
+            tensors={"responses": torch.zeros(1, 100, dtype=torch.long), "attention_mask": mask},
+            non_tensors={k: np.array([v], dtype=object) for k, v in row.items()},
+        )
+
+        async def theirs(data=data):
+            return await DAPORewardManager(config, Tokenizer(), compute_score).run_single(data)
+
+        extra = {"response_tokens": length, "finish_reason": "stop"}
+        mine = compute_score("math_dapo", "Answer: 34", "34", extra, max_response_tokens=100, overlong_buffer=20, overlong_factor=0.5)
+        assert float(asyncio.run(theirs())["reward_score"]) == pytest.approx(mine["score"])

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebits.recipes import math_data
@@ -209,6 +209,7 @@ def test_answers_in_one_spelling(value, want):
     assert normalise_answer(normalise_answer(value)) == want
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**9), 10**9))
 def test_every_integer_keeps_its_value(n):
     for spelled in (n, str(n), f"{n}.0", f"{n:05d}", f"{n:,}", f"${n}$"):
