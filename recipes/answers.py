@@ -1,7 +1,7 @@
 """When two final answers are the same: literal numbers exactly and at once, structure by structure, the rest by symbolic comparison.
 
-`compare(answer, gold)` is True or False where reading decides, and a list of `(answer, gold)` scalars that need computer algebra where
-it does not (`grading_workers` runs that in processes of its own). The rules, each of them a decision:
+`compare(answer, gold)` is True or False where reading decides, and says which `(answer, gold)` scalars need computer algebra where it
+does not (`grading_workers` runs that in processes of its own). The rules, each of them a decision:
 
 - Numbers are exact: 34.0, +34, 034 and 68/2 are 34; 33.9999999 is not. A percent sign may be read or ignored (34% is 34 or 0.34).
 - Units, currency, a degree sign, a modulus and a reason in words may follow a number; a word that changes the number (`million`,
@@ -14,11 +14,16 @@ it does not (`grading_workers` runs that in processes of its own). The rules, ea
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import permutations
 
 MAX_CHARACTERS = 500
 """Longer answers are not compared: no answer of the tasks is so long, and a parser's time grows with it."""
+
+_MAX_UNORDERED = 4
+"""So many parts of a set are tried in every order; a set with more of them that are not plainly equal is not equal."""
 
 _CHARACTERS = str.maketrans(
     {
@@ -89,6 +94,10 @@ _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\in(?![A-Za-z])")
 _RELATION = re.compile(r"[<>]|\\(?:leq|geq|neq|lt|gt|approx|sim|simeq|notin|mid)(?![A-Za-z])")
 _UNKNOWN = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]+\}?)?")
 _OPEN, _CLOSE = "([{⟨", ")]}⟩"
+
+
+Verdict = bool | list[list[tuple[str, str]]]
+"""True, False, or what computer algebra has to say: the answer is right when all (answer, gold) pairs of any one list are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +200,15 @@ def _is_unit(rest: str) -> bool:
     return len(words) <= 6 and not any(w in _CHANGES or w.lower() in _CHANGES for w in words)
 
 
-def compare(answer: str, gold: str) -> bool | list[tuple[str, str]]:
-    """Whether `answer` is `gold`, or the pairs of scalars that must all be equal for it to be and that need computer algebra."""
+def compare(answer: str, gold: str) -> Verdict:
+    """Whether `answer` is `gold`, as far as reading can tell."""
     answer, gold = tidy(answer), tidy(gold)
     if not answer or not gold or len(answer) > MAX_CHARACTERS or len(gold) > MAX_CHARACTERS:
         return False
     return _compare(answer, gold)
 
 
-def _compare(answer: str, gold: str) -> bool | list[tuple[str, str]]:
+def _compare(answer: str, gold: str) -> Verdict:
     want = number(gold)
     have = number(answer)
     if want is not None and have is not None:
@@ -229,10 +238,10 @@ def value_of(text: str) -> str:
     return _undress(sides[-1]) if len(literal) <= 1 else ""
 
 
-def _relations(answer: str, gold: str) -> bool | list[tuple[str, str]]:
+def _relations(answer: str, gold: str) -> Verdict:
     if not (_RELATION.search(answer) and _RELATION.search(gold)) or r"\approx" in answer + gold:
         return False
-    return True if _text(answer) == _text(gold) else [(answer, gold)] if _readable(answer) else False
+    return True if _text(answer) == _text(gold) else [[(answer, gold)]] if _readable(answer) else False
 
 
 def structure(text: str) -> tuple[str, list[str]]:
@@ -269,7 +278,7 @@ def _splits(text: str) -> list[str]:
     return parts if len(parts) > 1 else []
 
 
-def _structures(mine: str, have: list[str], kind: str, want: list[str]) -> bool | list[tuple[str, str]]:
+def _structures(mine: str, have: list[str], kind: str, want: list[str]) -> Verdict:
     unordered = ("set", "list")
     if len(have) == len(want) == 1 and {mine, kind} <= {"", "set"}:
         return _scalars(tidy(have[0]), tidy(want[0]))  # a set of one: the solution
@@ -282,29 +291,34 @@ def _structures(mine: str, have: list[str], kind: str, want: list[str]) -> bool 
         return False
     if kind not in (*unordered, "union"):
         return _all(_compare(a, g) for a, g in zip(have, want, strict=True))
-    # Unordered: literal numbers find their partner at once; what is left is compared in order of its text.
-    left = list(want)
-    odd = []
+    # Unordered: what is plainly equal goes together, the rest in any order.
+    left, odd = list(want), []
     for part in have:
         partner = next((g for g in left if _compare(part, g) is True), None)
         if partner is None:
             odd.append(part)
         else:
             left.remove(partner)
-    return _all(_compare(a, g) for a, g in zip(sorted(odd), sorted(left), strict=True))
+    options: list[list[tuple[str, str]]] = []
+    for order in permutations(left) if len(left) <= _MAX_UNORDERED else ():
+        verdict = _all(_compare(a, g) for a, g in zip(odd, order, strict=True))
+        if verdict is True:
+            return True
+        options += verdict or []
+    return options or False
 
 
-def _all(verdicts: object) -> bool | list[tuple[str, str]]:
-    open_pairs: list[tuple[str, str]] = []
+def _all(verdicts: Iterable[Verdict]) -> Verdict:
+    options: list[list[tuple[str, str]]] = [[]]
     for verdict in verdicts:
         if verdict is False:
             return False
         if verdict is not True:
-            open_pairs += verdict
-    return open_pairs or True
+            options = [one + other for one in options for other in verdict]
+    return True if options == [[]] else options
 
 
-def _scalars(answer: str, gold: str) -> bool | list[tuple[str, str]]:
+def _scalars(answer: str, gold: str) -> Verdict:
     have, want = number(answer), number(gold)
     if have is not None and want is not None:
         return have.same(want)
@@ -314,7 +328,7 @@ def _scalars(answer: str, gold: str) -> bool | list[tuple[str, str]]:
         return False
     if want is not None and any(r not in _FUNCTIONS for r in _LETTERS.findall(_MACRO.sub(" ", answer))):
         return False  # an unknown is left: no number
-    return [(_exact(answer, have), _exact(gold, want))]
+    return [[(_exact(answer, have), _exact(gold, want))]]
 
 
 def _exact(text: str, literal: Number | None) -> str:

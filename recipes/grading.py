@@ -209,7 +209,7 @@ def candidates(statement: str) -> list[str]:
 
 
 Readings = tuple[tuple[tuple[str, str], ...], ...]
-"""For each reading of an answer that needs computer algebra, the (answer, gold) pairs that must all be equal."""
+"""What computer algebra has to say: right when all (answer, gold) pairs of any one entry are equal."""
 
 
 def equal(answer: str, gold: str, pool: SymbolicPool | None = None) -> bool:
@@ -226,7 +226,7 @@ def _decide(answer: str, gold: str) -> bool | Readings:
         if verdict is True:
             return True
         if verdict is not False:
-            undecided.append(tuple(verdict))
+            undecided += map(tuple, verdict)
     return tuple(undecided) if undecided else False
 
 
