@@ -33,7 +33,7 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060", ""),
         **dict.fromkeys("“”„‟″", '"'),
         **dict.fromkeys("‘’", "'"),
-        "×": r"\times ", "÷": "/", "⁄": "/", "∕": "/", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*",
+        "÷": "/", "⁄": "/", "∕": "/", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*",
         "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "±": r"\pm ", "√": r"\sqrt ", "∪": r"\cup ", "∅": r"\emptyset ",
         "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "≡": r"\equiv ", "…": r"\ldots ", "⇒": r"\implies ",
         "→": r"\to ", "：": ":", "，": ",", "％": "%", "＝": "=", "＄": "$", "（": "(", "）": ")", "。": ".",
@@ -197,7 +197,7 @@ def _is_unit(rest: str) -> bool:
         if bare and len(bare) == 1 and not space:
             return False
         position = match.end()
-    return len(words) <= 6 and not any(w in _CHANGES or w.lower() in _CHANGES for w in words)
+    return len(words) <= 6 and not any(w.lower() in _CHANGES for w in words)
 
 
 def compare(answer: str, gold: str) -> Verdict:
@@ -239,7 +239,7 @@ def value_of(text: str) -> str:
 
 
 def _relations(answer: str, gold: str) -> Verdict:
-    if not (_RELATION.search(answer) and _RELATION.search(gold)) or r"\approx" in answer + gold:
+    if not (_RELATION.search(answer) and _RELATION.search(gold)):
         return False
     return True if _text(answer) == _text(gold) else [[(answer, gold)]] if _readable(answer) else False
 

@@ -158,7 +158,7 @@ def _last_line(text: str, floor: int) -> tuple[Statement | None, Statement | Non
         if _PLACEHOLDER.match(value) or (lead.rstrip("*_ ")[-1:] in _QUOTES and value[:1] in _QUOTES):
             continue
         final = lead.lower().rstrip(" *_\t").endswith("final")
-        if match["heading"] and not (_HEADING.search(lead) and _looks_like_value(value)):
+        if match["heading"] and not _HEADING.search(lead):
             continue
         if match["colon"] or (final and _looks_like_value(value)):
             return Statement(value, whole), None

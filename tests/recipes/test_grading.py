@@ -110,6 +110,26 @@ def test_grouped_digits_and_decimals_are_exact(n, d):
     assert compare(f"\\frac{{{n * d + 1}}}{{{d}}}", str(n)) is (d == 1 and False)
 
 
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("\\dfrac{68}{2}", True),
+        ("\\tfrac{68}{2}", True),
+        ("34{,}000", False),
+        ("\\frac{34}{1", False),
+        ("(17+17", False),
+        ("17+17)", False),
+        ("34 + x - x", False),
+        ("34\\ldots", False),
+        ("3:4", False),
+    ],
+)
+def test_what_reading_alone_decides(answer, verdict):
+    """No computer algebra is asked: for speed where it is plain, and because a parser would read something into it where it is not."""
+    assert compare(answer, "34") is verdict
+    assert compare("12{,}345", "12345") is True
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="0123456789 .,-+{}()[]\\$=*/^_%!abxANnswer:\nboxed", max_size=80), st.sampled_from(["34", "(1,2)", "\\frac12"]))
 def test_any_text_gets_a_verdict_and_never_an_error(text, gold):
