@@ -138,6 +138,12 @@ def test_a_schema_that_cannot_be_used_is_named(row, message):
     assert str(caught.value).startswith("here: ") and message in str(caught.value)
 
 
+def test_answer_from_a_worked_solution_is_its_last_box():
+    solution = "First \\boxed{12}, then twice that: \\boxed{\\dfrac{24}{1}}."
+    assert math_data.problem_of({"problem": "Q?", "solution": solution, "answer": None}, "here") == ("Q?", "24")
+    assert math_data.problem_of({"problem": "Q?", "solution": solution, "answer": "7"}, "here") == ("Q?", "7")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
