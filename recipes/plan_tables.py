@@ -1,0 +1,194 @@
+"""Models and accelerators that can be planned with, from `models.yaml` and `hardware.yaml`, and the sizes that follow from a format."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samebits.quant.roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, SHARED_ROLES, Role
+
+TABLES = Path(__file__).parent
+BITS = {"nvfp4": 4.5, "mxfp8": 8.25, "fp8": 8.0, "bf16": 16.0, "fp32": 32.0}
+"""Stored bits an element, scales included: NVFP4 one E4M3 scale each 16 elements, MXFP8 one E8M0 scale each 32."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """MSA: at most `blocks` blocks of `block` tokens a query, chosen by `index_heads` queries against one index key of `index_dim`."""
+
+    blocks: int
+    block: int
+    index_dim: int
+    index_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The sizes of a model, as `models.yaml` has them."""
+
+    title: str
+    layers: int
+    dense_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    experts_per_token: int
+    expert_intermediate: int
+    shared_intermediate: int
+    dense_intermediate: int
+    vocabulary: int
+    sources: tuple[str, ...]
+    sparse: Sparse | None = None
+    checkpoint_gb: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with routed experts; the same ones have sparse attention."""
+        return self.layers - self.dense_layers
+
+    def matrix(self, role: Role) -> tuple[int, int]:
+        """(N, K) of a projection: output and input width; (0, 0) where the model has none."""
+        q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
+        index = (self.sparse.index_dim, self.sparse.index_heads) if self.sparse else (0, 0)
+        widths = {
+            Role.ATTN_Q: (q, hidden),
+            Role.ATTN_K: (kv, hidden),
+            Role.ATTN_V: (kv, hidden),
+            Role.ATTN_O: (hidden, q),
+            Role.INDEX_Q: (index[0] * index[1], hidden),
+            Role.INDEX_K: (index[0], hidden),
+        }
+        for roles, width in (
+            (SHARED_ROLES, self.shared_intermediate),
+            (DENSE_ROLES, self.dense_intermediate),
+            (EXPERT_ROLES, self.expert_intermediate),
+        ):
+            widths |= dict(zip(roles, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
+        n, k = widths[role]
+        return (n, k) if n and k else (0, 0)
+
+    def count(self, role: Role) -> int:
+        """How many matrices of `role` the model has."""
+        if role in EXPERT_ROLES:
+            return self.moe_layers * self.experts
+        if role in SHARED_ROLES or role in (Role.INDEX_Q, Role.INDEX_K):
+            return self.moe_layers
+        return self.dense_layers if role in DENSE_ROLES else self.layers
+
+    def parameters(self, *roles: Role) -> int:
+        """Weights of all matrices of `roles`."""
+        return sum(self.count(role) * self.matrix(role)[0] * self.matrix(role)[1] for role in roles)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of all routed experts."""
+        return self.parameters(*EXPERT_ROLES)
+
+    @property
+    def projection_parameters(self) -> int:
+        """Weights of attention, indexer, shared experts and dense MLPs."""
+        return self.parameters(*ATTENTION_ROLES, Role.INDEX_Q, Role.INDEX_K, *SHARED_ROLES, *DENSE_ROLES)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token passes through, head included, embedding (a look-up) not."""
+        routed = self.expert_parameters // self.experts * self.experts_per_token
+        return routed + self.projection_parameters + self.moe_layers * self.experts * self.hidden + self.vocabulary * self.hidden
+
+    def expert_bytes(self, weights: str) -> float:
+        """Bytes of all routed experts in format `weights`."""
+        return self.expert_parameters * _bits(weights) / 8
+
+    def other_bytes(self, weights: str) -> float:
+        """Bytes of everything but the routed experts: the rest of the published checkpoint, or else counted.
+
+        Counted: projections in MXFP8 (BF16 where the experts are), router in fp32, embedding and head in BF16; norms are left out.
+        """
+        if weights in self.checkpoint_gb:
+            return self.checkpoint_gb[weights] * 1e9 - self.expert_bytes(weights)
+        projections = self.projection_parameters * (16.0 if weights == "bf16" else BITS["mxfp8"]) / 8
+        router = self.moe_layers * self.experts * (self.hidden + 1) * 4
+        return projections + router + 2 * self.vocabulary * self.hidden * 2
+
+    def kv_bytes_per_token(self, kv: str) -> float:
+        """Bytes of K and V of one token over all layers: 2 * layers * KV heads * head width * bits / 8."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _bits(kv) / 8
+
+    def index_bytes_per_token(self, index: str) -> float:
+        """Bytes of one token's index keys over the sparse layers."""
+        return self.moe_layers * self.sparse.index_dim * _bits(index) / 8 if self.sparse else 0.0
+
+    def index_read_per_token_and_layer(self, index: str) -> float:
+        """Bytes that the indexer reads of each token of the context in a sparse layer, for one query."""
+        return self.sparse.index_dim * _bits(index) / 8 if self.sparse else 0.0
+
+    def dense_read_per_token_and_layer(self, kv: str) -> float:
+        """Bytes that dense attention would read of each token of the context in a layer, for one query."""
+        return 2 * self.kv_heads * self.head_dim * _bits(kv) / 8
+
+    def decode_read(self, context: int, kv: str, index: str) -> float:
+        """Bytes of cache read for one new token: everything in dense layers; index keys and the chosen blocks in sparse ones."""
+        dense = self.dense_read_per_token_and_layer(kv)
+        if not self.sparse:
+            return self.layers * context * dense
+        chosen = min(context, self.sparse.blocks * self.sparse.block)
+        sparse = context * self.index_read_per_token_and_layer(index) + chosen * dense
+        return self.dense_layers * context * dense + self.moe_layers * sparse
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One accelerator, as `hardware.yaml` has it."""
+
+    title: str
+    memory_gb: float
+    memory_tb_s: float
+    bf16_tflops: float
+    link_gb_s: float
+    sources: tuple[str, ...]
+
+
+def get_model(name: str) -> Model:
+    """The model called `name`. Raises `PlanError` naming the known ones."""
+    entry = _entry("models", name)
+    sparse = Sparse(**entry.pop("sparse")) if entry.get("sparse") else None
+    return Model(**entry | {"sparse": sparse, "sources": tuple(entry["sources"])})
+
+
+def get_gpu(name: str) -> Gpu:
+    """The accelerator called `name`. Raises `PlanError` naming the known ones."""
+    entry = _entry("hardware", name)
+    return Gpu(**entry | {"sources": tuple(entry["sources"])})
+
+
+def _entry(table: str, name: str) -> dict[str, Any]:
+    known = _table(table)
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        kind = {"models": "model", "hardware": "GPU"}[table]
+        raise PlanError(f"unknown {kind} {name!r}; known: {', '.join(known)}{hint}")
+    return dict(known[name.lower()])
+
+
+@functools.cache
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"))
+
+
+def _bits(name: str) -> float:
+    if name not in BITS:
+        raise PlanError(f"unknown format {name!r}; known: {', '.join(BITS)}")
+    return BITS[name]
