@@ -10,7 +10,8 @@ Rules at the edges, each with a golden vector in tests/quant/golden/mxfp8.json:
   powers    amax 448 * 2^k (that is 1.75 * 2^(k + 8)) has exponent k exactly; the next larger fp32 has k + 1
   zeros     a block of zeros has exponent byte 0 and codes 0 (0x80 for -0.0)
   tiny      a block with amax below 448 * 2^-127 has byte 0 and scale 2^-127; subnormal inputs are not flushed
-  large     the largest fp32 has byte 247; no finite input reaches 254. Byte 255 reads as NaN (OCP MX)
+  large     the largest fp32 has byte 247, and its code is rounded up to 2^8: a value within half a step of 2^128 reads as infinity.
+            Byte 255, which no finite input reaches, reads as NaN (OCP MX)
   sign      -0.0, and a negative value that rounds to zero, keep their sign: 0x80
   others    NaN or infinity raises `NonFiniteWeight` naming the tensor; a last dimension that is no multiple of 32 raises `ValueError`
 

@@ -14,7 +14,8 @@ Rules at the edges, each with a golden vector in tests/quant/golden/nvfp4.json:
   tiny      a block whose scale would round to 0 takes the smallest E4M3, 2^-9, so that it keeps what it can
   tiny g    a global scale below 2^-90 becomes 2^-90 (an amax below 2.2e-24): no product s * g is subnormal anywhere
   sign      -0.0 has code 0; a negative value that rounds to zero has code 8, and reads as -0.0
-  large     a block beyond 2688 * g (a global scale given from outside) has scale 448, and codes saturate at 6
+  large     a block beyond 2688 * g (a global scale given from outside) has scale 448, and codes saturate at 6; under a given scale
+            above 2^116 a value can exceed fp32 and reads as infinity
   others    NaN or infinity raises `NonFiniteWeight` naming the tensor; a last dimension that is no multiple of 16 raises
             `ValueError`; a global scale that is not within [2^-90, 2^117] raises `ValueError`
 
@@ -57,7 +58,9 @@ class NVFP4Tensor(NamedTuple):
 def global_scale(amax: Tensor) -> Tensor:
     """Global scale of a tensor whose largest magnitude is `amax` (any shape): fp32 amax / 2688, at least 2^-90; 1 where amax is 0."""
     amax = amax.float()
-    return torch.where(amax == 0, torch.ones_like(amax), (amax / GLOBAL_DIVISOR).clamp_min(GLOBAL_MIN))
+    # A tensor as divisor: on CUDA torch turns a quotient by a Python number into a product with its reciprocal.
+    quotient = amax / torch.full_like(amax, GLOBAL_DIVISOR)
+    return torch.where(amax == 0, torch.ones_like(amax), quotient.clamp_min(GLOBAL_MIN))
 
 
 _default_scale = global_scale  # `quantize` has a parameter of this name
@@ -85,7 +88,7 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, name: str = "weight"
         per_matrix = amax.reshape(*lead, -1) if w.numel() else amax.new_zeros(*lead, 1)
         global_scale = _default_scale(per_matrix.amax(-1))
     else:
-        global_scale = global_scale.float()
+        global_scale = global_scale.to(w.device, torch.float32)
         # A NaN or infinite one passes: it is the amax of a partner that raises under its own name.
         outside = (global_scale < GLOBAL_MIN) | ((global_scale > GLOBAL_LIMIT) & global_scale.isfinite())
         require(~outside.any(), f"{name}: global scale must lie within [2^-90, 2^117]", ValueError)

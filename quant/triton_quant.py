@@ -70,11 +70,11 @@ def _global_of_amax(bits):
 
 
 @triton.jit
-def _amax_kernel(x_ptr, amax_ptr, per_matrix, BF16: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr):
+def _amax_kernel(x_ptr, amax_ptr, per_matrix, tiles, BF16: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr):
     """Largest magnitude bits of each matrix; a bf16 matrix is given as int32 words of two elements, and `per_matrix` counts words."""
-    matrix = tl.program_id(1)
+    matrix = tl.program_id(0) // tiles
     x_ptr += matrix.to(tl.int64) * per_matrix
-    start = tl.program_id(0).to(tl.int64) * (TILE * STEPS)
+    start = (tl.program_id(0) % tiles).to(tl.int64) * (TILE * STEPS)
     best = tl.zeros([TILE], tl.int32)
     low = tl.zeros([TILE], tl.int32)
     for step in tl.static_range(STEPS):
@@ -115,14 +115,15 @@ def _nvfp4_quantize_kernel(
     amax_ptr,
     global_ptr,
     blocks,
+    tiles,
     BF16: tl.constexpr,
     GIVEN: tl.constexpr,
     TILE: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Tile of blocks of one matrix. GIVEN: global scales are read, and non-finite input is reported in `amax_ptr`."""
-    matrix = tl.program_id(1)
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    matrix, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < blocks
     row = matrix.to(tl.int64) * blocks + at
     if BF16:
@@ -138,7 +139,7 @@ def _nvfp4_quantize_kernel(
         tl.atomic_max(amax_ptr + matrix, worst, mask=worst >= 0x7F800000, sem="relaxed")
     else:
         g = _global_of_amax(tl.load(amax_ptr + matrix))
-        tl.store(global_ptr + matrix, g, mask=tl.program_id(0) == 0)
+        tl.store(global_ptr + matrix, g, mask=tile == 0)
     # A subnormal amax, flushed or not, is far below the smallest scale.
     ratio = tl.math.div_rn(top.to(tl.float32, bitcast=True), tl.full([TILE], 0.0, tl.float32) + 6.0 * g)
     ratio = tl.minimum(tl.maximum(ratio, 0.001953125), 448.0)
@@ -159,9 +160,9 @@ def _e2m1_value(code):
 
 
 @triton.jit
-def _nvfp4_dequantize_kernel(codes_ptr, scales_ptr, global_ptr, out_ptr, blocks, TILE: tl.constexpr):
-    matrix = tl.program_id(1)
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _nvfp4_dequantize_kernel(codes_ptr, scales_ptr, global_ptr, out_ptr, blocks, tiles, TILE: tl.constexpr):
+    matrix, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < blocks
     row = matrix.to(tl.int64) * blocks + at
     packed = tl.load(codes_ptr + row[:, None] * 8 + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0).to(tl.int32)
@@ -254,11 +255,11 @@ def nvfp4_quantize(w: Tensor, global_scale: Tensor | None, name: str) -> NVFP4Te
         with _on(x):
             if not given:
                 loads = x.numel() // parts
-                grid = (triton.cdiv(loads, AMAX_TILE * AMAX_STEPS), parts)
-                _amax_kernel[grid](x, amax, loads, BF16=bf16, TILE=AMAX_TILE, STEPS=AMAX_STEPS, num_warps=4)
-            grid = (triton.cdiv(blocks, TILE), parts)
-            _nvfp4_quantize_kernel[grid](
-                x, codes, scales, amax, scales_in, blocks, BF16=bf16, GIVEN=given, TILE=TILE, STEPS=steps, num_warps=4
+                tiles = triton.cdiv(loads, AMAX_TILE * AMAX_STEPS)
+                _amax_kernel[(tiles * parts,)](x, amax, loads, tiles, BF16=bf16, TILE=AMAX_TILE, STEPS=AMAX_STEPS, num_warps=4)
+            tiles = triton.cdiv(blocks, TILE)
+            _nvfp4_quantize_kernel[(tiles * parts,)](
+                x, codes, scales, amax, scales_in, blocks, tiles, BF16=bf16, GIVEN=given, TILE=TILE, STEPS=steps, num_warps=4
             )
     outside = ((scales_in < GLOBAL_MIN) | ((scales_in > GLOBAL_LIMIT) & scales_in.isfinite())).any()
     worst, wrong = torch.stack((amax.amax() if parts else outside.int(), outside.int())).tolist()
@@ -276,9 +277,10 @@ def nvfp4_dequantize(t: NVFP4Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*lead, t.codes.shape[-1] * 2, dtype=dtype, device=t.codes.device)
     if out.numel():
         blocks = t.block_scales.numel() // parts
+        tiles = triton.cdiv(blocks, TILE)
         with _on(out):
-            _nvfp4_dequantize_kernel[(triton.cdiv(blocks, TILE), parts)](
-                t.codes.contiguous(), t.block_scales.contiguous(), scale, out, blocks, TILE=TILE, num_warps=4
+            _nvfp4_dequantize_kernel[(tiles * parts,)](
+                t.codes.contiguous(), t.block_scales.contiguous(), scale, out, blocks, tiles, TILE=TILE, num_warps=4
             )
     return out
 
