@@ -79,7 +79,7 @@ def quantize(w: Tensor, name: str = "weight") -> MXFP8Tensor:
     codes = torch.empty(blocks.shape, dtype=torch.float8_e4m3fn, device=w.device)
     for part in chunks(blocks):
         codes[part] = blocks[part] * inverse[part, None]
-    return MXFP8Tensor(codes.view(torch.uint8).reshape(w.shape), exponents.reshape(*w.shape[:-1], -1))
+    return MXFP8Tensor(codes.view(torch.uint8).reshape(w.shape), exponents.reshape(*w.shape[:-1], w.shape[-1] // BLOCK))
 
 
 def dequantize(t: MXFP8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

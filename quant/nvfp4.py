@@ -99,7 +99,8 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, name: str = "weight"
         quotient = blocks[part].float() / divisor[part, None]
         codes[part] = _pack_fresh(_with_sign(_magnitude_codes(quotient), blocks[part]))
     shape = w.shape[:-1]
-    return NVFP4Tensor(codes.reshape(*shape, -1), scales.reshape(*shape, -1), global_scale)
+    k = w.shape[-1]
+    return NVFP4Tensor(codes.reshape(*shape, k // 2), scales.reshape(*shape, k // BLOCK), global_scale)
 
 
 def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,7 +121,7 @@ def scaled_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     for part in chunks(out):
         pairs = table.index_select(0, packed[part].reshape(-1).int()).view(torch.float32).view(-1, BLOCK)
         out[part] = pairs.mul_(scale[part, None])
-    return out.reshape(*codes.shape[:-1], -1)
+    return out.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def quantize_experts(weights: Mapping[Role, Tensor], name: str = "experts") -> dict[Role, NVFP4Tensor]:

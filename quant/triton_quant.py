@@ -89,12 +89,11 @@ def _amax_kernel(x_ptr, amax_ptr, per_matrix, tiles, BF16: tl.constexpr, TILE: t
 
 
 @triton.jit
-def _codes(bits, divisor, r, CAP: tl.constexpr, STEPS: tl.constexpr):
+def _codes(bits, divisor, r, STEPS: tl.constexpr):
     """E2M1 codes (int32) of fp32 `bits` over `divisor`, of which `r` is the reciprocal. STEPS: see the module; 0 divides."""
     x = bits.to(tl.float32, bitcast=True)
     magnitude = tl.abs(x)
-    if CAP:  # without it no |x| exceeds 6.4 divisors, and codes need no cap below 7
-        magnitude = tl.minimum(magnitude, 6.5 * divisor)
+    magnitude = tl.minimum(magnitude, 6.5 * divisor)  # beyond 6 the code is 7, as long as the quotient stays below 7
     if STEPS == 0:
         q = tl.math.div_rn(magnitude, divisor)
     else:
@@ -147,7 +146,7 @@ def _nvfp4_quantize_kernel(
     divisor = _e4m3_value(scale) * g
     r = tl.broadcast_to(tl.math.div_rn(tl.full([TILE], 1.0, tl.float32), divisor)[:, None], [TILE, 8])
     divisor = tl.broadcast_to(divisor[:, None], [TILE, 8])
-    packed = _codes(low, divisor, r, GIVEN, STEPS) | (_codes(high, divisor, r, GIVEN, STEPS) << 4)
+    packed = _codes(low, divisor, r, STEPS) | (_codes(high, divisor, r, STEPS) << 4)
     tl.store(codes_ptr + row[:, None] * 8 + tl.arange(0, 8)[None, :], packed.to(tl.uint8), mask=inside[:, None])
     tl.store(scales_ptr + row, scale.to(tl.uint8), mask=inside)
 
