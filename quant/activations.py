@@ -18,9 +18,9 @@ no floor under the scales. With G the encode scale (fp32) and 1/6 rounded to fp3
 With fast math on, which is their default, both engines take approximate reciprocals (`rcp.approx.ftz`): that differs in rare codes next
 to a half-way point and cannot be computed anywhere but on the device. The engine of a run that is to agree must have it off.
 
-Nothing raises on NaN or infinity: a forward pass must not wait for a check. A block that holds NaN (per token: its whole row) has scale NaN
-(0x7F), and so values NaN; infinity under a static scale gives scale 448 and the largest code. Signs are as in `quant.nvfp4`: -0.0 has code 0 here and code 8 in hardware; both
-are zero.
+Nothing raises on NaN or infinity: a forward pass must not wait for a check. A block that holds NaN (per token: its whole row) has scale
+NaN (0x7F), and so values NaN; infinity under a static scale gives scale 448 and the largest code. Signs are as in `quant.nvfp4`: -0.0
+has code 0 here and code 8 in hardware; both are zero.
 """
 
 from __future__ import annotations
