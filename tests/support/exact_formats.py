@@ -156,6 +156,17 @@ def nvfp4_cases() -> dict[str, tuple[list[float], float | None]]:
         "subnormal beside normal": (_pad(1.0, -TINY, TINY, 2.0**-130, to=16), None),
         "largest fp32": (_pad(float(FP32_MAX), -1e38, 3e37, to=16), None),
         "smallest given scale": (_pad(2.0**-87, -(2.0**-89), to=16), 2.0**-90),
+        # One block a case; reciprocals, or amax / g / 6 in the place of amax / (6 g), give another byte or code.
+        "scale next to half-way": (_pad(float.fromhex("0x1.3b8250p+4"), 1.0, -2.0, to=16), float.fromhex("0x1.d0327ap+0")),
+        "scale next to half-way, again": (_pad(float.fromhex("0x1.3b7a7ep+3"), 1.0, -2.0, to=16), float.fromhex("0x1.6238b2p+0")),
+        "code next to half-way": (
+            _pad(6 * float.fromhex("0x1.7833fcp+0"), float.fromhex("0x1.d640fcp+0"), -float.fromhex("0x1.d640fcp+0"), to=16),
+            float.fromhex("0x1.7833fcp+0"),
+        ),
+        "code next to half-way, again": (
+            _pad(6 * float.fromhex("0x1.9602e8p+0"), float.fromhex("0x1.fb83a4p+0"), -float.fromhex("0x1.fb83a4p+0"), to=16),
+            float.fromhex("0x1.9602e8p+0"),
+        ),
         "largest given scale": (_pad(float(FP32_MAX), -(2.0**120), to=16), 2.0**117),
     }
 
