@@ -203,7 +203,16 @@ def activation_cases() -> dict[str, tuple[list[float], float]]:
         "input scale 1": (ramp, 1.0),
         "negative zero": (_pad(6.0, -0.0, -0.2, to=16), 1.0),
         "heavy tail": ([float(7**i % 1009) * 1e-3 for i in range(31)] + [-30000.0], 30000 / 2688),
+        # Another order of the three factors gives another scale byte: two static cases, then two per token.
+        "static scale next to half-way": (_pad(float.fromhex("0x1.0cdd14p-7"), to=16), float.fromhex("0x1.f2c2fp-8")),
+        "static scale next to half-way, again": (_pad(float.fromhex("0x1.57227ep+0"), to=16), float.fromhex("0x1.f8d788p-8")),
+        "token scale next to half-way": (_token("0x1.a5b91ep-10", "0x1.00b378p+0"), 1.0),
+        "token scale next to half-way, again": (_token("0x1.e37cf8p-7", "0x1.644124p+0"), 1.0),
     }
+
+
+def _token(block_amax: str, row_amax: str) -> list[float]:
+    return _pad(float.fromhex(block_amax), to=16) + _pad(float.fromhex(row_amax), to=16)
 
 
 def _hex(values: list[float]) -> str:
