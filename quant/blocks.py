@@ -6,7 +6,7 @@ NaN and infinity are the largest of all, so one reduction answers both questions
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements worked on at a time
+_TABLES: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
 
@@ -48,11 +49,11 @@ def chunks(blocks: Tensor) -> Iterator[slice]:
     return (slice(at, min(at + step, count)) for at in range(0, count, max(step, 1)))
 
 
-def _bits(x: Tensor) -> tuple[Tensor, int]:
-    """Magnitude bits of bf16 (int16) or anything else as fp32 (int32), and the bits of infinity."""
+def _magnitude_bits(x: Tensor) -> Tensor:
+    """Bits without the sign: of bf16 as int16, of anything else as fp32 and int32."""
     if x.dtype is torch.bfloat16:
-        return x.view(torch.int16) & 0x7FFF, _INFINITY[torch.bfloat16]
-    return x.float().view(torch.int32) & 0x7FFFFFFF, _INFINITY[torch.float32]
+        return x.view(torch.int16) & 0x7FFF
+    return x.float().view(torch.int32) & 0x7FFFFFFF
 
 
 def block_amax(blocks: Tensor, name: str | None) -> Tensor:
@@ -65,27 +66,32 @@ def block_amax(blocks: Tensor, name: str | None) -> Tensor:
     infinity = _INFINITY[torch.bfloat16 if small else torch.float32]
     long_rows = blocks.shape[1] > 1 << 20
     for part in [slice(None)] if long_rows else chunks(blocks):
-        bits, _ = _bits(blocks[part])
-        top[part] = bits.amax(-1)
+        top[part] = _magnitude_bits(blocks[part]).amax(-1)
     if name is not None and top.numel():
         require(top.amax() < infinity, f"{name}: holds NaN or infinity", NonFiniteWeight)
     return top.view(torch.bfloat16).float() if small else top.view(torch.float32)
 
 
+def table(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
+    """`make(device)`, made once for each device; anew in a traced graph, where it becomes part of the graph."""
+    if torch.compiler.is_compiling():
+        return make(device)
+    if (make, device) not in _TABLES:
+        with torch.inference_mode(False):
+            made = make(device)
+        if type(made) is not Tensor:  # a fake tensor of some tracing mode must not outlive it
+            return made
+        _TABLES[make, device] = made
+    return _TABLES[make, device]
+
+
 def e4m3_values(codes: Tensor) -> Tensor:
     """fp32 values of E4M3 bits (uint8, any shape), by table: exact, and on CPU faster than the cast."""
-    table = _e4m3_table(codes.device) if torch.compiler.is_compiling() else _cached_e4m3_table(codes.device)
-    return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+    return table(_e4m3_table, codes.device).index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
 
 def _e4m3_table(device: torch.device) -> Tensor:
     return torch.arange(256, device=device).to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-@lru_cache(maxsize=32)
-def _cached_e4m3_table(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _e4m3_table(device)
 
 
 @lru_cache(maxsize=1)

@@ -21,13 +21,12 @@ tensors take the kernels of `quant.triton_quant`, and `torch.compile` traces pla
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .blocks import block_amax, chunks, e4m3_values, fast_path, require_blocks
+from .blocks import block_amax, chunks, e4m3_values, fast_path, require_blocks, table
 
 BLOCK = 32
 BIAS = 127
@@ -48,8 +47,7 @@ def exponent_byte(amax: Tensor) -> Tensor:
 
 def scale_of(exponents: Tensor) -> Tensor:
     """fp32 scale 2^(byte - 127) of E8M0 bytes, exact down to the subnormal 2^-127; NaN for byte 255."""
-    table = _scale_table(exponents.device) if torch.compiler.is_compiling() else _cached_scale_table(exponents.device)
-    return table.index_select(0, exponents.reshape(-1).int()).reshape(exponents.shape)
+    return table(_scale_table, exponents.device).index_select(0, exponents.reshape(-1).int()).reshape(exponents.shape)
 
 
 def _scale_table(device: torch.device) -> Tensor:
@@ -57,12 +55,6 @@ def _scale_table(device: torch.device) -> Tensor:
     bits = torch.arange(256, dtype=torch.int32, device=device) << 23
     bits = torch.where(bits == 0, 1 << 22, bits)
     return torch.where(bits == 255 << 23, 0x7FC00000, bits).view(torch.float32)
-
-
-@lru_cache(maxsize=32)
-def _cached_scale_table(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _scale_table(device)
 
 
 def quantize(w: Tensor, name: str = "weight") -> MXFP8Tensor:

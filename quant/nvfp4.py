@@ -27,13 +27,12 @@ scale for each matrix. CUDA tensors take the kernels of `quant.triton_quant` whe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .blocks import NonFiniteWeight, block_amax, chunks, e4m3_values, fast_path, require, require_blocks, require_finite
+from .blocks import NonFiniteWeight, block_amax, chunks, e4m3_values, fast_path, require, require_blocks, require_finite, table
 from .roles import Role
 
 __all__ = ["NVFP4Tensor", "NonFiniteWeight", "dequantize", "global_scale", "quantize", "quantize_experts", "require_finite"]
@@ -117,9 +116,9 @@ def scaled_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Values [..., K] in `dtype` of packed codes uint8 [..., K/2] times one fp32 factor a block, `scale` [blocks]."""
     packed = codes.reshape(-1, BLOCK // 2)
     out = torch.empty(packed.shape[0], BLOCK, dtype=dtype, device=codes.device)
-    table = _pair_table(codes.device)
+    pair_table = table(_pair_table, codes.device)
     for part in chunks(out):
-        pairs = table.index_select(0, packed[part].reshape(-1).int()).view(torch.float32).view(-1, BLOCK)
+        pairs = pair_table.index_select(0, packed[part].reshape(-1).int()).view(torch.float32).view(-1, BLOCK)
         out[part] = pairs.mul_(scale[part, None])
     return out.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
@@ -185,7 +184,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """fp32 value of each E2M1 code (uint8, 0..15)."""
-    return _code_table(codes.device).index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+    return table(_code_table, codes.device).index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
 
 def _code_table(device: torch.device) -> Tensor:
@@ -194,18 +193,8 @@ def _code_table(device: torch.device) -> Tensor:
 
 def _pair_table(device: torch.device) -> Tensor:
     """int64 [256]: the two fp32 values of each packed byte, the low nibble's first."""
-    return _make_pair_table(device) if torch.compiler.is_compiling() else _cached_pair_table(device)
-
-
-def _make_pair_table(device: torch.device) -> Tensor:
     values = _code_table(device)
     return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).view(torch.int64).view(-1)
-
-
-@lru_cache(maxsize=32)
-def _cached_pair_table(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _make_pair_table(device)
 
 
 def pack(codes: Tensor) -> Tensor:
