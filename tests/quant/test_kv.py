@@ -52,3 +52,87 @@ def test_gradient_passes_straight_through():
 def test_nan_raises():
     with pytest.raises(NonFiniteWeight, match="KV row"):
         kv.write(torch.full((128,), float("nan")))
+
+
+def pages_of(tokens: int = 300, heads: int = 2, dim: int = 128):
+    g = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(tokens, heads, dim, generator=g) * 3 for _ in range(2))
+    pages = torch.full(kv.page_shape(4, heads, dim), 0xEE, dtype=torch.uint8)
+    slots = torch.randperm(4 * 128, generator=g)[:tokens]
+    return pages, slots, k, v
+
+
+def test_page_bytes_lie_where_vllm_reads_them():
+    """Against the layout spelled out element by element: K scales linear, V scales in token quads."""
+    pages, slots, k, v = pages_of()
+    kv.write_pages(pages, slots, k, v)
+    assert pages.shape == (4, 4, 128, 72)
+    flat = pages.view(4, 4, 128 * 72)
+    touched = torch.zeros_like(flat, dtype=torch.bool)
+    for t in range(0, len(slots), 17):
+        page, token = divmod(int(slots[t]), 128)
+        for head in range(2):
+            for side, x in enumerate((k, v)):
+                want = nvfp4.quantize(x[t, head], torch.ones(()))
+                slot = flat[page, 2 * head + side]
+                assert torch.equal(slot[64 * token : 64 * token + 64], want.codes)
+                for g in range(8):
+                    at = 8192 + (8 * token + g if side == 0 else token // 4 * 32 + g * 4 + token % 4)
+                    assert slot[at] == want.block_scales[g]
+                    touched[page, 2 * head + side, at] = True
+    assert touched.sum() == 18 * 2 * 2 * 8
+    # Tokens that were not written kept every byte.
+    rest = torch.ones(512, dtype=torch.bool)
+    rest[slots] = False
+    assert (pages[:, :, :, :].reshape(4, 4, -1)[:, :, :8192].reshape(4, 4, 128, 64).transpose(1, 2).reshape(512, 4, 64)[rest] == 0xEE).all()
+    scales = flat[..., 8192:]
+    linear = scales[:, 0::2].reshape(4, 2, 128, 8).transpose(1, 2).reshape(512, 2, 8)
+    quads = scales[:, 1::2].reshape(4, 2, 32, 8, 4).transpose(3, 4).reshape(4, 2, 128, 8).transpose(1, 2).reshape(512, 2, 8)
+    assert (linear[rest] == 0xEE).all() and (quads[rest] == 0xEE).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_pages_read_back_as_rows_do(dtype, rounded):
+    pages, slots, k, v = pages_of()
+    k[5] *= 200  # beyond 448, where the re-rounded read saturates
+    kv.write_pages(pages, slots, k, v)
+    back = kv.read_pages(pages, slots.view(10, 30), 128, dtype, rounded)
+    for x, have in zip((k, v), back, strict=True):
+        want = kv.read(kv.write(x), 128, dtype, rounded)
+        assert have.dtype == dtype and torch.equal(have, want.view(10, 30, 2, 128))
+    assert (back[0].abs().amax() > 448) == (not rounded)
+
+
+def test_pages_of_other_heads_and_sizes():
+    pages, slots, k, v = pages_of(40, heads=4, dim=64)
+    kv.write_pages(pages, slots, k, v)
+    assert pages.shape == (4, 8, 128, 36)
+    assert torch.equal(kv.read_pages(pages, slots, 64)[1], kv.read(kv.write(v), 64))
+    with pytest.raises(ValueError, match="pages must be uint8"):
+        kv.write_pages(pages, slots, k[:, :2], v[:, :2])
+    with pytest.raises(NonFiniteWeight, match="KV row"):
+        kv.write_pages(pages, slots, k, v / 0)
+
+
+def test_re_rounded_read():
+    """6 * 448 saturates at 448; 5.5 steps of a subnormal E4M3 go to the even neighbour; a NaN scale counts as 0."""
+    x = torch.zeros(3, 16)
+    x[0, 0], x[1, 0], x[1, 1] = 2688.0, 6 * 2.0**-9, -1.5 * 2.0**-9
+    rows = kv.write(x)
+    rows[2, 8], rows[2, :8] = 0x7F, 0x77
+    assert kv.read(rows, 16)[0, 0] == 2688.0 and kv.read(rows, 16)[2].isnan().all()
+    back = kv.read(rows, 16, rounded=True)
+    assert back[0, 0] == 448.0 and back[1, :2].tolist() == [6 * 2.0**-9, -2 * 2.0**-9]
+    assert not back[2].any()
+    grad_in = torch.randn(2, 128, requires_grad=True)
+    out = kv.round_trip(grad_in, rounded=True)
+    assert torch.equal(out, kv.read(kv.write(grad_in), 128, rounded=True))
+    (out * 3).sum().backward()
+    assert (grad_in.grad == 3).all()
+
+
+def test_round_e4m3():
+    x = torch.tensor([1.0625, 1.1875, -1.1875, 449.0, 1e9, -1e9, 2.0**-10, 3 * 2.0**-10])
+    assert kv.round_e4m3(x).tolist() == [1.0, 1.25, -1.25, 448.0, 448.0, -448.0, 0.0, 2.0**-8]
+    assert kv.round_e4m3(x.bfloat16()).dtype == torch.bfloat16

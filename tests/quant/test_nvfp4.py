@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from samebits.quant import nvfp4
 from samebits.quant.nvfp4 import NonFiniteWeight, NVFP4Tensor
+from samebits.quant.roles import Role
 
 ONE = torch.ones(())
 
@@ -131,6 +132,58 @@ def test_stack_of_experts_has_one_global_scale_each():
         assert torch.equal(t.codes[e], alone.codes) and torch.equal(t.block_scales[e], alone.block_scales)
         assert t.global_scale[e] == alone.global_scale
     assert torch.equal(nvfp4.dequantize(t)[2], nvfp4.dequantize(nvfp4.quantize(w[2])))
+
+
+def test_a_stack_takes_one_global_scale_for_each_matrix_by_default():
+    w = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 100.0, 0.01])[:, None, None]
+    t = nvfp4.quantize(w)
+    assert torch.equal(t.global_scale, nvfp4.global_scale(w.abs().amax((1, 2))))
+    given = nvfp4.quantize(w, t.global_scale)
+    assert torch.equal(t.codes, given.codes) and torch.equal(t.block_scales, given.block_scales)
+    assert nvfp4.quantize(w[0]).global_scale.shape == () and nvfp4.quantize(w[0, 0]).global_scale.shape == ()
+    assert nvfp4.quantize(w[:0]).global_scale.shape == (0,) and nvfp4.quantize(w[:, :0]).codes.shape == (3, 0, 16)
+
+
+@pytest.mark.parametrize("stack", [(), (3,)])
+def test_gate_and_up_of_an_expert_share_the_larger_scale_and_down_has_its_own(stack):
+    g = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(*stack, 8, 32, generator=g) for _ in range(2))
+    up = up * 10 if not stack else up * torch.tensor([10.0, 0.1, 1.0])[:, None, None]
+    down = torch.randn(*stack, 32, 16, generator=g) * 7
+    experts = nvfp4.quantize_experts({Role.EXPERT_GATE: gate, Role.EXPERT_UP: up, Role.EXPERT_DOWN: down})
+    shared = nvfp4.global_scale(torch.maximum(gate.abs().amax((-2, -1)), up.abs().amax((-2, -1))))
+    assert torch.equal(experts[Role.EXPERT_GATE].global_scale, shared) and shared.shape == stack
+    assert torch.equal(experts[Role.EXPERT_UP].global_scale, shared)
+    assert torch.equal(experts[Role.EXPERT_DOWN].global_scale, nvfp4.global_scale(down.abs().amax((-2, -1))))
+    want = nvfp4.quantize(gate, shared)
+    assert torch.equal(experts[Role.EXPERT_GATE].codes, want.codes)
+    assert torch.equal(experts[Role.EXPERT_GATE].block_scales, want.block_scales)
+    alone = nvfp4.quantize_experts({Role.EXPERT_UP: up})[Role.EXPERT_UP]
+    assert torch.equal(alone.global_scale, nvfp4.global_scale(up.abs().amax((-2, -1))))
+    with pytest.raises(NonFiniteWeight, match=r"layer 3\.expert\.up: holds NaN"):
+        nvfp4.quantize_experts({Role.EXPERT_GATE: gate, Role.EXPERT_UP: up / 0}, "layer 3")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8193])
+def test_pieces_of_the_work_do_not_show(rows):
+    """More rows than fit one piece: each row as if alone, in every dtype."""
+    w = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows)) * 3
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, g = w.to(dtype), torch.tensor(0.01)
+        t, last = nvfp4.quantize(x, g), nvfp4.quantize(x[-1], g)
+        assert torch.equal(t.codes[-1], last.codes) and torch.equal(t.block_scales[-1], last.block_scales)
+        assert torch.equal(nvfp4.dequantize(t)[-1], nvfp4.dequantize(last))
+        half = nvfp4.quantize(x[: rows // 2], g)
+        assert torch.equal(t.codes[: rows // 2], half.codes)
+
+
+def test_a_view_is_not_written_to_and_order_in_memory_does_not_matter():
+    w = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    before = w.clone()
+    assert torch.equal(nvfp4.quantize(w.t()).codes, nvfp4.quantize(w.t().contiguous()).codes)
+    nvfp4.quantize(w.requires_grad_().t())
+    nvfp4.encode_e2m1(w)
+    assert torch.equal(w, before)
 
 
 def test_bf16_weights_quantize_as_their_fp32_values():
