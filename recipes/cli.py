@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import plans
+from .plan_cli import plan_app
+from .plans import weights
 
 app = typer.Typer(
     name="samebits",
@@ -23,7 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(plans.app, name="plan")
+plan_app.command("weights")(weights)
+app.add_typer(plan_app, name="plan")
 console = Console()
 
 

@@ -1,4 +1,4 @@
-"""`samebits plan ...`: what something costs, told from a config alone."""
+"""`samebits plan weights`: what a checkpoint weighs, told from its config alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from samebits.quant.sizes import WeightPlan
 
-app = typer.Typer(help="What something will cost, told from a config alone.", no_args_is_help=True)
 
-
-@app.command("weights")
 def weights(
     config: Annotated[Path, typer.Argument(help="config.json of a MiniMax-M3 model, or its folder")],
     profile: Annotated[str, typer.Option(help="numerics profile")] = "w4a16",
