@@ -58,7 +58,9 @@ _LEAD = re.compile(
     r"(?![^=\\$0-9]*\b(?:not|never|no|if|unless|least|most|than|between|about)\b)[A-Za-z ,'-]{0,80}?\b(?:is|are|equals)\b\s*:?\s*"
 )
 _REASON = re.compile(
-    r"(?:\s*[,;—–]\s*|\s+)(?:(?:because|since|which|where|obtained)\b.*|(?:is|as|so|by|due|this|with)\b[^0-9]*)$", re.DOTALL | re.IGNORECASE
+    r"(?:\s*[,;—–]\s*|\s+)(?:(?:because|since|which|where|obtained)\b.*"
+    r"|(?:is|as|so|by|due|this|with|and (?:this|it|so|hence|thus|we))\b[^0-9]*)$",
+    re.DOTALL | re.IGNORECASE,
 )
 _LABEL = re.compile(
     r"\\(?:text|mathrm|mathbf)(?:bf|rm)?\s*\{(?:[^{}0-9]*(?::|=|\bis|\bare)|\s*\(?[A-E]\)[.:]?)\s*\}(?:\\[ ,;:]|[\s~])*(?=.)"

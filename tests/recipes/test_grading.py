@@ -40,7 +40,7 @@ def pool():
 
 
 def test_battery_is_large_distinct_and_covers_every_class_in_both_directions():
-    assert len(CASES) >= 450
+    assert len(CASES) >= 650
     assert len({(c["gold"], c["text"], c.get("truncated"), c.get("policy")) for c in CASES}) == len(CASES)
     assert {c["cls"] for c in CASES} >= EVERY_CLASS
     for name in {c["cls"] for c in CASES} - {"no statement", "hang"}:
