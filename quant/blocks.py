@@ -6,14 +6,16 @@ NaN and infinity are the largest of all, so one reduction answers both questions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements worked on at a time
+_CHUNK_CPU, _CHUNK_CUDA = 32000, 1 << 24  # elements worked on at a time; torch splits an operation from 32768 on
 _TABLES: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
@@ -39,14 +41,36 @@ def require_blocks(w: Tensor, block: int) -> None:
 def require_finite(w: Tensor, name: str = "weight") -> None:
     """Raise `NonFiniteWeight` naming the tensor when it holds NaN or infinity."""
     if w.numel() and w.is_floating_point():
-        block_amax(w.detach().reshape(1, -1), name)
+        flat = w.detach().reshape(-1)
+        block_amax(flat.view(-1, 32) if flat.numel() % 32 == 0 else flat.view(1, -1), name)
 
 
-def chunks(blocks: Tensor) -> Iterator[slice]:
-    """Ranges of rows of `blocks` [B, n]: as many as stay in cache, or all of them in a traced graph."""
+def for_chunks(blocks: Tensor, work: Callable[[slice], None]) -> None:
+    """Call `work` on ranges of rows that cover `blocks` [B, n], each small enough to stay in cache; on all rows in a traced graph.
+
+    On CPU a range is below the size from which torch would split an operation over threads, and the ranges are spread over as many
+    Python threads as torch has: threads then meet once and not after each of a dozen operations on each range.
+    """
     count, width = blocks.shape
-    step = count if torch.compiler.is_compiling() else max(1, _CHUNK.get(blocks.device.type, 1 << 24) // width)
-    return (slice(at, min(at + step, count)) for at in range(0, count, max(step, 1)))
+    if torch.compiler.is_compiling():
+        work(slice(0, count))
+        return
+    step = max(1, (_CHUNK_CPU if blocks.device.type == "cpu" else _CHUNK_CUDA) // width)
+    parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
+    workers = min(torch.get_num_threads(), len(parts) // 4) if blocks.device.type == "cpu" and not _len_torch_dispatch_stack() else 1
+    if workers <= 1:
+        for part in parts:
+            work(part)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def run(first: int) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            for part in parts[first::workers]:
+                work(part)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(run, range(workers)))
 
 
 def _magnitude_bits(x: Tensor) -> Tensor:
@@ -64,9 +88,11 @@ def block_amax(blocks: Tensor, name: str | None) -> Tensor:
     small = blocks.dtype is torch.bfloat16
     top = torch.empty(blocks.shape[0], dtype=torch.int16 if small else torch.int32, device=blocks.device)
     infinity = _INFINITY[torch.bfloat16 if small else torch.float32]
-    long_rows = blocks.shape[1] > 1 << 20
-    for part in [slice(None)] if long_rows else chunks(blocks):
+
+    def work(part: slice) -> None:
         top[part] = _magnitude_bits(blocks[part]).amax(-1)
+
+    for_chunks(blocks, work)
     if name is not None and top.numel():
         require(top.amax() < infinity, f"{name}: holds NaN or infinity", NonFiniteWeight)
     return top.view(torch.bfloat16).float() if small else top.view(torch.float32)

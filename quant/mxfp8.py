@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import block_amax, chunks, e4m3_values, fast_path, require_blocks, table
+from .blocks import block_amax, e4m3_values, fast_path, for_chunks, require_blocks, table
 
 BLOCK = 32
 BIAS = 127
@@ -69,8 +69,11 @@ def quantize(w: Tensor, name: str = "weight") -> MXFP8Tensor:
     # 2^(127 - byte): a normal fp32 for every byte up to 253, so that the product below is exact or underflows as x / 2^e does.
     inverse = (254 - exponents.int()).bitwise_left_shift_(23).view(torch.float32)
     codes = torch.empty(blocks.shape, dtype=torch.float8_e4m3fn, device=w.device)
-    for part in chunks(blocks):
+
+    def work(part: slice) -> None:
         codes[part] = blocks[part] * inverse[part, None]
+
+    for_chunks(blocks, work)
     return MXFP8Tensor(codes.view(torch.uint8).reshape(w.shape), exponents.reshape(*w.shape[:-1], w.shape[-1] // BLOCK))
 
 
@@ -82,6 +85,9 @@ def dequantize(t: MXFP8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return triton_quant.mxfp8_dequantize(t, dtype)
     codes, scale = t.codes.reshape(-1, BLOCK), scale_of(t.exponents.reshape(-1))
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for part in chunks(codes):
+
+    def work(part: slice) -> None:
         out[part] = e4m3_values(codes[part]).mul_(scale[part, None])
+
+    for_chunks(codes, work)
     return out.reshape(t.codes.shape)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import NonFiniteWeight, block_amax, chunks, e4m3_values, fast_path, require, require_blocks, require_finite, table
+from .blocks import NonFiniteWeight, block_amax, e4m3_values, fast_path, for_chunks, require, require_blocks, require_finite, table
 from .roles import Role
 
 __all__ = ["NVFP4Tensor", "NonFiniteWeight", "dequantize", "global_scale", "quantize", "quantize_experts", "require_finite"]
@@ -94,9 +94,12 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, name: str = "weight"
     scales = block_scales(amax, per_block(global_scale, w))
     divisor = e4m3_values(scales).mul_(per_block(global_scale, w))
     codes = torch.empty(blocks.shape[0], BLOCK // 2, dtype=torch.uint8, device=w.device)
-    for part in chunks(blocks):
+
+    def work(part: slice) -> None:
         quotient = blocks[part].float() / divisor[part, None]
         codes[part] = _pack_fresh(_with_sign(_magnitude_codes(quotient), blocks[part]))
+
+    for_chunks(blocks, work)
     shape = w.shape[:-1]
     k = w.shape[-1]
     return NVFP4Tensor(codes.reshape(*shape, k // 2), scales.reshape(*shape, k // BLOCK), global_scale)
@@ -117,9 +120,12 @@ def scaled_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     packed = codes.reshape(-1, BLOCK // 2)
     out = torch.empty(packed.shape[0], BLOCK, dtype=dtype, device=codes.device)
     pair_table = table(_pair_table, codes.device)
-    for part in chunks(out):
+
+    def work(part: slice) -> None:
         pairs = pair_table.index_select(0, packed[part].reshape(-1).int()).view(torch.float32).view(-1, BLOCK)
         out[part] = pairs.mul_(scale[part, None])
+
+    for_chunks(out, work)
     return out.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 

@@ -177,6 +177,28 @@ def test_pieces_of_the_work_do_not_show(rows):
         assert torch.equal(t.codes[: rows // 2], half.codes)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_nothing_in_any_mode(threads):
+    w = torch.randn(9000, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        plain = nvfp4.quantize(w)
+        with torch.inference_mode():
+            inside = nvfp4.quantize(w)
+            values = nvfp4.dequantize(inside)
+    finally:
+        torch.set_num_threads(before)
+    rows = [0, 4567, 8999]
+    few = nvfp4.quantize(w[rows], plain.global_scale)
+    assert torch.equal(plain.codes, inside.codes) and torch.equal(plain.codes[rows], few.codes)
+    assert torch.equal(values, nvfp4.dequantize(plain)) and torch.equal(values[rows], nvfp4.dequantize(few))
+    bad = w.clone()
+    bad[8999, 63] = float("nan")
+    with pytest.raises(NonFiniteWeight):
+        nvfp4.quantize(bad)
+
+
 def test_a_view_is_not_written_to_and_order_in_memory_does_not_matter():
     w = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     before = w.clone()
