@@ -7,15 +7,14 @@ NaN and infinity are the largest of all, so one reduction answers both questions
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
-_CHUNK_CPU, _CHUNK_CUDA = 32000, 1 << 24  # elements worked on at a time; torch splits an operation from 32768 on
+# Elements worked on at a time. On CPU: intermediates of 1 MB stay in cache, and an operation is long enough to be worth its threads.
+_CHUNK_CPU, _CHUNK_CUDA = 1 << 18, 1 << 24
 _TABLES: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
@@ -46,31 +45,14 @@ def require_finite(w: Tensor, name: str = "weight") -> None:
 
 
 def for_chunks(blocks: Tensor, work: Callable[[slice], None]) -> None:
-    """Call `work` on ranges of rows that cover `blocks` [B, n], each small enough to stay in cache; on all rows in a traced graph.
-
-    On CPU a range is below the size from which torch would split an operation over threads, and the ranges are spread over as many
-    Python threads as torch has: threads then meet once and not after each of a dozen operations on each range.
-    """
+    """Call `work` on ranges of rows that cover `blocks` [B, n], each small enough to stay in cache; on all rows in a traced graph."""
     count, width = blocks.shape
     if torch.compiler.is_compiling():
         work(slice(0, count))
         return
     step = max(1, (_CHUNK_CPU if blocks.device.type == "cpu" else _CHUNK_CUDA) // width)
-    parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
-    workers = min(torch.get_num_threads(), len(parts) // 4) if blocks.device.type == "cpu" and not _len_torch_dispatch_stack() else 1
-    if workers <= 1:
-        for part in parts:
-            work(part)
-        return
-    inference = torch.is_inference_mode_enabled()
-
-    def run(first: int) -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            for part in parts[first::workers]:
-                work(part)
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(run, range(workers)))
+    for at in range(0, count, step):
+        work(slice(at, min(at + step, count)))
 
 
 def _magnitude_bits(x: Tensor) -> Tensor:
