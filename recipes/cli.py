@@ -55,6 +55,8 @@ def train(
         summary = run(own, verl, console, verbose)
     except RecipeError as error:
         raise _fail(str(error), 2) from None
+    except KeyboardInterrupt:
+        raise _fail("interrupted; the same command goes on from the last checkpoint", 130) from None
     except JobFailed as error:
         raise _fail(f"stopped: {error}", 1) from None
     print_summary(summary, console)

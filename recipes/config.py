@@ -139,7 +139,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         raise RecipeError(str(error)) from None
 
 
-def _layers(path: Path) -> list[DictConfig]:
+def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[DictConfig]:
     if not path.is_file():
         shipped = RECIPES / path.name
         if not shipped.is_file():
@@ -148,11 +148,17 @@ def _layers(path: Path) -> list[DictConfig]:
     try:
         layer = OmegaConf.load(path)
     except Exception as error:  # yaml's and omegaconf's errors have no common base
-        raise RecipeError(f"{path}: {_one_line(error)}") from None
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: {error.problem}" if mark is not None else _one_line(error)
+        raise RecipeError(f"{path}: {place}") from None
     if not isinstance(layer, DictConfig):
         raise RecipeError(f"{path}: a recipe is a mapping of keys")
     base = layer.get("base")
-    return ([*_layers(path.parent / base)] if base else []) + [layer]
+    if base is not None and not isinstance(base, str):
+        raise RecipeError(f"{path}: base must name a recipe file, not {base!r}")
+    if path.resolve() in above:
+        raise RecipeError(f"{path}: base leads back to this file")
+    return ([*_layers(path.parent / base, (*above, path.resolve()))] if base else []) + [layer]
 
 
 def verl_defaults() -> DictConfig:

@@ -26,7 +26,7 @@ from .validate import validate
 PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
 
 
-_ENGINE_DIED = "See root cause above"  # vLLM's words for an engine process that did not start
+_ENGINE_DIED = re.compile(r"See (root cause above|stack trace \(above\))")  # vLLM's words for an engine process that is gone
 _ENGINE_ERROR = re.compile(r"\(EngineCore[^)]*\).*?\b((?:[A-Z]\w*)(?:Error|Exception|Mismatch): .+)")
 
 
@@ -70,7 +70,11 @@ def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = Fa
     Raises `RecipeError` before anything starts, `JobFailed` with one line when the job stops.
     """
     validate(recipe, verl)
-    with run_dir.lock(recipe.folder, "job"):
+    try:
+        held = run_dir.lock(recipe.folder, "job")
+    except OSError as error:
+        raise RecipeError(f"run_dir {recipe.folder}: {error.strerror}") from None
+    with held:
         return _train_locked(recipe, verl, console, verbose)
 
 
@@ -189,14 +193,14 @@ def _ray_logs() -> Path:
 
 def _with_engine_cause(text: str, logs: Path) -> str:
     """`text`; where vLLM only says that its engine process died, also the error that this process printed, and where it printed it."""
-    if _ENGINE_DIED not in text:
+    if not _ENGINE_DIED.search(text):
         return text
     for path in sorted(logs.glob("worker-*.err")) + sorted(logs.glob("worker-*.out")):
         for line in path.read_text(errors="replace").splitlines():
             found = _ENGINE_ERROR.search(line)
-            if found and _ENGINE_DIED not in found[1]:
-                return f"the engine did not start: {found[1][:500]} (log: {path})"
-    return f"{text} (logs of all processes: {logs})"
+            if found and not _ENGINE_DIED.search(found[1]):
+                return f"the engine stopped: {found[1][:500]} (log: {path})"
+    return f"the engine process died without an error of its own, as a killed one does (logs of all processes: {logs})"
 
 
 def _summarise(recipe: Recipe, total: int, seconds: float) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class SamebitsTrainer(PPOTrainerSync):
         self.log = MetricsLog(recipe.folder / "metrics.jsonl")
         self.replay_buffer.poll_interval = 0.02  # samples are complete when a step asks for them
         self._step_metrics: dict[str, Any] = {}
+        self._save_due = False
 
     def on_init_end(self) -> None:
         """First sync, then the preflight: nothing is sampled before every replica proved what it holds."""
@@ -89,7 +90,9 @@ class SamebitsTrainer(PPOTrainerSync):
         """Generate and grade this step's samples."""
         started = time.perf_counter()
         found = super().prepare_step()
-        self._step_metrics |= {"time/rollout": time.perf_counter() - started, **self.agent_loop_manager.digests}
+        loop = self.agent_loop_manager
+        self._step_metrics |= {"time/rollout": time.perf_counter() - started, **loop.digests}
+        self._step_metrics["response/truncated_fraction"] = loop.truncated_fraction
         return found
 
     def _fetch_one_gen_batch(self):
@@ -132,7 +135,6 @@ class SamebitsTrainer(PPOTrainerSync):
         line |= {ours: float(metrics[f"actor/{key}"]) for key, ours in _OPTIONAL_KEYS.items() if f"actor/{key}" in metrics}
         line |= {
             "response/tokens_mean": float(metrics["response_length/mean"]),
-            "response/truncated_fraction": float(metrics["response_length/clip_ratio"]),
             "time/train": float(timing_raw["update_actor"]),
             "time/sync": float(timing_raw["update_weights"]),
             "time/step": float(timing_raw["step"]),
@@ -143,12 +145,22 @@ class SamebitsTrainer(PPOTrainerSync):
             raise AgreementLost(
                 f"step {global_steps}: mismatch/kl {line['mismatch/kl']:.3e} passes the recipe's limit {self.recipe.checks.max_kl:.3e}"
             )
+        if self._save_due:
+            self._save_due = False
+            self._save_now()
 
     def _take_step_metrics(self) -> dict[str, Any]:
         taken, self._step_metrics = self._step_metrics, {}
         return taken
 
     def _save_checkpoint(self) -> None:
+        """verl asks for it before the step's sync: it waits until the step is verified and its line is written.
+
+        So there is no checkpoint of a step that failed a check, and none whose line a kill has lost.
+        """
+        self._save_due = True
+
+    def _save_now(self) -> None:
         super()._save_checkpoint()
         step = self.global_steps
         source = Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / "actor" / "peft"

@@ -23,7 +23,14 @@ from omegaconf import DictConfig, OmegaConf
 from .config import Recipe, RecipeError
 
 # Keys that may change between the start and the resumption of a run.
-_FREE_KEYS = ("trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.max_actor_ckpt_to_keep")
+# The checkpoints lie in the run directory, which may have been moved.
+_FREE_KEYS = (
+    "trainer.default_local_dir",
+    "trainer.total_training_steps",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.max_actor_ckpt_to_keep",
+)
 _FREE_OWN_KEYS = ("checks", "fault", "threads", "run_dir")
 
 
@@ -77,7 +84,7 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a metrics file; a last line cut off by a kill is left out."""
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
@@ -89,8 +96,11 @@ def prepare(recipe: Recipe, verl: DictConfig) -> None:
     """Create the run directory, or check that the one there belongs to the same run. Raises `RecipeError`."""
     path = recipe.folder / "config.yaml"
     ours = {"recipe": dataclasses.asdict(recipe), "verl": OmegaConf.to_container(verl, resolve=False)}
-    if path.is_file():
-        theirs = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    if path.is_file() and _trained(recipe.folder):
+        try:
+            theirs = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        except Exception as error:  # yaml's and omegaconf's errors have no common base
+            raise RecipeError(f"{path} cannot be read ({type(error).__name__}): choose another name or run_dir, or remove it") from None
         changed = sorted(_different(theirs, ours))
         if changed:
             raise RecipeError(
@@ -100,6 +110,12 @@ def prepare(recipe: Recipe, verl: DictConfig) -> None:
     staging = path.with_suffix(".tmp")
     staging.write_text(OmegaConf.to_yaml(OmegaConf.create(ours)))
     os.replace(staging, path)
+
+
+def _trained(folder: Path) -> bool:
+    """Whether a run directory holds anything that a start with other settings would spoil."""
+    metrics = folder / "metrics.jsonl"
+    return any((folder / "checkpoints").glob("global_step_*")) or (metrics.is_file() and bool(read_metrics(metrics)))
 
 
 def _different(a: Any, b: Any, prefix: str = "") -> list[str]:

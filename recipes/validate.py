@@ -7,6 +7,7 @@ nothing, or that made trainer and engine disagree.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -24,6 +25,10 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def validate(recipe: Recipe, verl: DictConfig) -> AdapterSpec:
     """Check a composed recipe; returns what its adapter must consist of. Raises `RecipeError`."""
     _types(verl)
+    for key in ("trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size", "actor_rollout_ref.rollout.max_model_len"):
+        value = OmegaConf.select(verl, key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise RecipeError(f"{key} must be a whole number of at least 1, not {value!r}")
     spec = _model(recipe)
     _sampling(verl)
     _correction(verl)
@@ -35,6 +40,12 @@ def validate(recipe: Recipe, verl: DictConfig) -> AdapterSpec:
         raise RecipeError(f"fault.kind: unknown fault {recipe.fault.kind!r}; known: skip_sync")
     if not recipe.checks.max_kl > 0:
         raise RecipeError(f"checks.max_kl must be positive, not {recipe.checks.max_kl}")
+    if not 0 <= recipe.seed < 2**31:
+        raise RecipeError(f"seed must lie within 0 and 2147483647, not {recipe.seed}")
+    if recipe.name != Path(recipe.name).name or recipe.name in ("", ".", ".."):
+        raise RecipeError(f"name must be the plain name of a folder, not {recipe.name!r}; for another place set run_dir")
+    if not verl.actor_rollout_ref.actor.optim.lr > 0:
+        raise RecipeError(f"actor_rollout_ref.actor.optim.lr must be positive, not {verl.actor_rollout_ref.actor.optim.lr}")
     if recipe.threads is not None and recipe.threads < 1:
         raise RecipeError(f"threads must be at least 1, not {recipe.threads}")
     return spec

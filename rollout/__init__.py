@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
 import sys
+import threading
+
+_WATCH = "samebits-parent"
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`. vLLM calls it in every process, more than once; repeated calls change nothing."""
+    _end_with_parent()
     _hide_broken_torchvision()
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -17,6 +24,19 @@ def register() -> None:
     vllm_patches.apply()
     MODELS_CONFIG_MAP[settings.ARCHITECTURE] = settings.ConfigHook
     ModelRegistry.register_model(settings.ARCHITECTURE, f"{quantization.__package__}.model:MiniMaxM3ForCausalLM")
+
+
+def _end_with_parent() -> None:
+    """End an engine process with the process that spawned it: a server that is killed outright cannot stop its engine."""
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
 
 
 def _hide_broken_torchvision() -> None:

@@ -60,6 +60,8 @@ class BatchLoop:
         self.grade = _reward_function(config)
         self.digests: dict[str, str] = {}
         """BLAKE2b of the prompt ids and of the sampled ids of the last batch: equal digests mean the very same batch."""
+        self.truncated_fraction = 0.0
+        """Share of the last batch's samples that were cut off at the longest response."""
 
     def generate_sequences(self, batch: TensorDict) -> None:
         """Generate and grade all samples of `batch` (rows of verl's RL dataset) and put them into the transfer queue."""
@@ -87,6 +89,7 @@ class BatchLoop:
                 owners.append(row)
         outputs = self._generate(prompts, params, keys)
         self.digests = {"prompts/digest": _digest(prompts), "samples/digest": _digest([o.token_ids for o in outputs])}
+        self.truncated_fraction = sum(o.extra_fields["finish_reason"] == "length" for o in outputs) / len(outputs)
         fields, tags = [], []
         for ids, owner, output in zip(prompts, owners, outputs, strict=True):
             fields.append(self._sample(ids, owner, output, _VALIDATION_COLUMNS if validate else _TRAINING_COLUMNS))

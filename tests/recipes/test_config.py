@@ -76,12 +76,19 @@ def test_overrides_reach_both_kinds_of_keys():
         ("algorithm.rollout_correction.rollout_is_threshold=0.5", "at least 1"),
         ("actor_rollout_ref.actor.use_kl_loss=true", "reference model"),
         ("actor_rollout_ref.actor.ppo_epochs=2", "one optimizer step a batch"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=16", "one optimizer step a batch"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "one optimizer step a batch"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "use token-mean"),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30", "cannot hold one sequence"),
         ("trainer.total_training_steps=0", "at least 1"),
         ("trainer.n_gpus_per_node=7", "do not divide"),
         ("trainer.v1.trainer_mode=separate_async", "needs sync"),
+        ("seed=-1", "seed"),
+        ("seed=99999999999999", "seed"),
+        ("name=../../elsewhere", "name"),
+        (f"{ROLLOUT}.max_model_len=abc", "max_model_len"),
+        ("trainer.n_gpus_per_node=0", "n_gpus_per_node"),
+        ("data.train_batch_size=2.5", "train_batch_size"),
+        ("actor_rollout_ref.actor.optim.lr=-1", "optim.lr"),
     ],
 )
 def test_bad_recipe_is_refused_in_one_line(override, says):
@@ -103,7 +110,7 @@ def test_checkpoint_of_other_numerics_is_refused(tmp_path):
     assert "0" * 16 in message and get_profile("w4a16").weights_hash in message
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", "a: [", "base: nothing.yaml"])
+@pytest.mark.parametrize("content", ["[1, 2]", "a: [", "base: nothing.yaml", "base: 5", "base: recipe.yaml"])
 def test_unreadable_recipe_is_one_line(tmp_path, content):
     path = tmp_path / "r.yaml"
     path.write_text(content)

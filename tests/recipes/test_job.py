@@ -120,6 +120,10 @@ def test_an_engine_that_did_not_start_is_explained_by_its_own_error(tmp_path):
     died = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
     assert _with_engine_cause("kl too large", tmp_path) == "kl too large"
     assert str(tmp_path) in _with_engine_cause(died, tmp_path)
+    killed = "('EngineCore encountered an issue. See stack trace (above) for the root cause.', "
+    assert _with_engine_cause(killed, tmp_path).startswith("the engine process died") and str(tmp_path) in _with_engine_cause(
+        killed, tmp_path
+    )
     log = tmp_path / "worker-1.err"
     log.write_text(
         "(EngineCore pid=7) ERROR 11-29 core.py:9] Traceback (most recent call last):\n"
@@ -127,4 +131,4 @@ def test_an_engine_that_did_not_start_is_explained_by_its_own_error(tmp_path):
         f"(EngineCore pid=7) ERROR 11-29 core.py:9] RuntimeError: {died}\n"
     )
     text = _with_engine_cause(died, tmp_path)
-    assert text == f"the engine did not start: ValueError: No available memory for the cache blocks. (log: {log})"
+    assert text == f"the engine stopped: ValueError: No available memory for the cache blocks. (log: {log})"

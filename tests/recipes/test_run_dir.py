@@ -39,6 +39,10 @@ def test_other_settings_are_refused_and_named(tmp_path):
     prepare(*compose(tmp_path))
     prepare(*compose(tmp_path))
     prepare(*compose(tmp_path, "trainer.total_training_steps=300", "checks.max_kl=0.5"))
+    recipe, _ = compose(tmp_path)
+    prepare(*compose(tmp_path, "seed=5"))  # nothing was trained yet: nothing is spoiled
+    prepare(*compose(tmp_path))
+    (recipe.folder / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(RecipeError, match=r"other settings \(.*actor_rollout_ref.actor.optim.lr"):
         prepare(*compose(tmp_path, "actor_rollout_ref.actor.optim.lr=0.5"))
     with pytest.raises(RecipeError, match="lora.targets"):
@@ -76,3 +80,18 @@ def test_lock_is_exclusive_and_freed(tmp_path):
         lock(tmp_path, "job")
     held.close()
     lock(tmp_path, "job", wait=1).close()
+
+
+def test_config_of_a_run_that_cannot_be_read_is_one_line(tmp_path):
+    recipe, verl = compose(tmp_path)
+    prepare(recipe, verl)
+    (recipe.folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (recipe.folder / "config.yaml").write_text("a: [")
+    with pytest.raises(RecipeError, match="config.yaml cannot be read"):
+        prepare(recipe, verl)
+
+
+def test_garbage_after_the_last_line_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\x00\xff garbage\n')
+    assert [line["step"] for line in read_metrics(path)] == [1]

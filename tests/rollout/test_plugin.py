@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
+import time
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +66,31 @@ def test_a_torchvision_that_raises_is_hidden(monkeypatch, tmp_path):
             import torchvision  # noqa: F401
     finally:
         sys.modules.pop("torchvision")
+
+
+def _engine(alive) -> None:
+    rollout._end_with_parent()
+    alive.send(os.getpid())
+    time.sleep(60)
+
+
+def _server(alive) -> None:
+    multiprocessing.get_context("spawn").Process(target=_engine, args=(alive,)).start()
+    time.sleep(60)
+
+
+def test_an_engine_ends_with_a_server_that_was_killed():
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    server = spawn.Process(target=_server, args=(theirs,))
+    server.start()
+    engine = ours.recv() if ours.poll(60) else None
+    assert engine, "the engine process did not start"
+    os.kill(server.pid, signal.SIGKILL)
+    server.join()
+    for _ in range(100):
+        if not Path(f"/proc/{engine}").exists() or "Z" in Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1].split()[0]:
+            return
+        time.sleep(0.1)
+    os.kill(engine, signal.SIGKILL)
+    pytest.fail("the engine outlived its server")
