@@ -7,8 +7,11 @@ Nothing here trusts that a transfer succeeded; a missing answer is a failure.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from samebits.kernels.linear import values
@@ -88,8 +91,25 @@ def verify_base(expected: Mapping[str, str], held: Mapping[str, str], where: str
     """Compare an engine's base digests with the checkpoint's; returns how many tensors were compared. Raises `WeightMismatch`."""
     problems = [f"{name} is missing" for name in expected if name not in held]
     problems += [f"{name} is unknown" for name in held if name not in expected]
-    problems += [f"{name} differs from the checkpoint" for name, want in expected.items() if held.get(name, want) != want]
+    problems += [f"{name} differs" for name, want in expected.items() if held.get(name, want) != want]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise WeightMismatch(f"{where}: base weights: {'; '.join(problems[:3])}{more}")
     return len(expected)
+
+
+def verify_unchanged_base(record: Path, now: Mapping[str, str], fresh: bool) -> None:
+    """Hold the base against the one that this run started with, whose digests lie in the JSON file `record`.
+
+    A fresh run, or one without a record, writes it. Raises `WeightMismatch` naming the first tensors that changed since.
+    """
+    if record.is_file() and not fresh:
+        try:
+            before: dict[str, str] = json.loads(record.read_text())
+        except ValueError:
+            raise WeightMismatch(f"{record} cannot be read: it should hold the digests of the base that this run started with") from None
+        verify_base(before, now, "since this run started")
+        return
+    staging = record.with_suffix(".tmp")
+    staging.write_text(json.dumps(dict(now), indent=1) + "\n")
+    os.replace(staging, record)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync
+from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync, verify_unchanged_base
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
 
@@ -65,6 +65,7 @@ class SamebitsTrainer(PPOTrainerSync):
                 require_same(f"engine replica {i} rank {rank}", found, "the trainer", self.recipe.profile.hash)
         if self.recipe.checks.base_weights:
             expected = checkpoint_digests(Checkpoint(self.recipe.model_path))
+            verify_unchanged_base(self.recipe.folder / "base.json", expected, fresh=self.global_steps == 0)
             for i, ranks in enumerate(ray.get([s.base_digests.remote() for s in servers])):
                 for rank, held in enumerate(ranks):
                     verify_base(expected, held, f"replica {i} rank {rank}")

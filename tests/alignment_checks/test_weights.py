@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync
+from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync, verify_unchanged_base
 from samebits.quant.adapter import Manifest
 from samebits.quant.checkpoint import Checkpoint
 from tests.support import random_m3
@@ -73,7 +73,7 @@ def test_one_flipped_byte_of_the_base_is_named(tmp_path):
     data[start] ^= 0x02
     path.write_bytes(data)
     held = checkpoint_digests(Checkpoint(tmp_path / "m"))
-    with pytest.raises(WeightMismatch, match=f"{name} differs from the checkpoint"):
+    with pytest.raises(WeightMismatch, match=f"{name} differs"):
         verify_base(expected, held, "replica 0")
 
 
@@ -84,3 +84,18 @@ def test_base_coverage_is_exact(tmp_path):
         verify_base(expected, less, "replica 0")
     with pytest.raises(WeightMismatch, match="extra is unknown"):
         verify_base(expected, expected | {"extra": "00"}, "replica 0")
+
+
+def test_a_base_that_changed_since_the_start_stops_a_resumed_run(tmp_path):
+    record, base = tmp_path / "base.json", {"a": "01", "b": "02"}
+    verify_unchanged_base(record, base, fresh=True)
+    verify_unchanged_base(record, base, fresh=False)
+    with pytest.raises(WeightMismatch, match="since this run started: base weights: b differs"):
+        verify_unchanged_base(record, base | {"b": "03"}, fresh=False)
+    with pytest.raises(WeightMismatch, match="b is missing"):
+        verify_unchanged_base(record, {"a": "01"}, fresh=False)
+    verify_unchanged_base(record, {"a": "07"}, fresh=True)  # a new start with another base
+    verify_unchanged_base(record, {"a": "07"}, fresh=False)
+    record.write_text("{")
+    with pytest.raises(WeightMismatch, match="cannot be read"):
+        verify_unchanged_base(record, base, fresh=False)
