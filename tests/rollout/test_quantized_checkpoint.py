@@ -19,12 +19,12 @@ from tests.support import random_m3, stored
 VISION = {"vision_tower.vision_model.x.weight": torch.ones(3, 5), "multi_modal_projector.linear_1.bias": torch.ones(4)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def source() -> dict[str, torch.Tensor]:
     return random_m3.tensors(seed=7)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory, source):
     """A bf16 checkpoint as it is published (prefixed names, vision parts, several shards), through the command."""
     where = tmp_path_factory.mktemp("quantized")
@@ -35,8 +35,9 @@ def folder(tmp_path_factory, source):
     return where / "out"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def quantized_engine(start, folder):
+    """Lives as long as the session: an engine that ends takes vLLM's process groups away from the others in this process."""
     return start(folder=folder)
 
 
