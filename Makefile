@@ -18,15 +18,13 @@ test: $(READY)
 
 setup: $(READY)
 
-$(READY): pyproject.toml Makefile tools/heal_torchvision.py
+$(READY): pyproject.toml Makefile tests/peers.txt tools/heal_torchvision.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
 	$(BIN)/python tools/heal_torchvision.py
-# Other packers, whose bytes the tests compare with. In a folder of their own: where torchao is importable, transformers and peft load it
-# into every process.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/peers \
-		nvidia-modelopt==0.47.0 torchao==0.18.0 scipy pulp nvidia-ml-py
+# In a folder of their own: where torchao is importable, transformers and peft load it into every process.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/peers -r tests/peers.txt
 	touch $(READY)
 
 clean:

@@ -42,9 +42,8 @@ def quantize_tensors(tensors: Mapping[str, Tensor], profile: NumericsProfile) ->
         fmt = profile.weight_format(role)
         module = name.removesuffix(".weight")
         if fmt is Format.NVFP4:
-            partner = tensors[f"{gate_up_partner(module)}.weight"] if role in (Role.EXPERT_GATE, Role.EXPERT_UP) else tensor
-            amax = torch.maximum(tensor.abs().amax(), partner.abs().amax())
-            t = nvfp4.quantize(tensor, nvfp4.global_scale(amax), name=name)
+            pair = (name, f"{gate_up_partner(module)}.weight") if role in (Role.EXPERT_GATE, Role.EXPERT_UP) else (name,)
+            t = nvfp4.quantize(tensor, nvfp4.shared_scale({n: tensors[n] for n in pair}), name=name)
             out[name] = t.codes
             out[f"{module}.weight_scale"] = t.block_scales.view(torch.float8_e4m3fn)
             out[f"{module}.weight_scale_2"] = t.global_scale

@@ -36,7 +36,7 @@ from . import mxfp8, nvfp4, readers
 from .checkpoint import TORCH_DTYPES
 from .convert_plan import Item, Job, Plan
 from .mxfp8 import MXFP8Tensor
-from .nvfp4 import NonFiniteWeight, NVFP4Tensor
+from .nvfp4 import NVFP4Tensor
 from .profile import Format, NumericsProfile
 from .shards import INDEX, TEMPORARY, CheckpointError, ShardWriter, file_bytes, file_digest, spec_bytes, write_bytes, write_text
 from .sizes import GB
@@ -272,8 +272,7 @@ def _write(unit: tuple[Item, ...], writer: ShardWriter, profile: NumericsProfile
     if all(isinstance(w, NVFP4Tensor) for w in weights) and len(pair) == 2:
         weights = list(readers.share_scale(*weights, names=tuple(stored.name for stored in pair)))
     elif first.role is not None and profile.weight_format(first.role) is Format.NVFP4 and isinstance(weights[0], Tensor):
-        amax = torch.stack([_amax(w, stored.name) for w, stored in zip(weights, pair, strict=True)]).amax()
-        scale = nvfp4.global_scale(amax)
+        scale = nvfp4.shared_scale({stored.name: w for w, stored in zip(weights, pair, strict=True)})
     for item, weight in zip(unit, weights, strict=False):  # the partner may belong to another shard
         _write_item(item, weight, scale, writer, profile)
 
@@ -311,11 +310,3 @@ def _rows(w: Tensor) -> Iterator[Tensor]:
         return iter((w,))
     step = max(1, _CHUNK * w.shape[0] // max(1, w.numel()))
     return (w[i : i + step] for i in range(0, w.shape[0], step))
-
-
-def _amax(w: Tensor, name: str) -> Tensor:
-    """Largest magnitude, fp32. Raises `NonFiniteWeight`."""
-    amax = torch.stack([rows.abs().amax() for rows in _rows(w)]).amax().float()
-    if not torch.isfinite(amax):  # NaN and infinity win every comparison
-        raise NonFiniteWeight(f"{name}: holds NaN or infinity")
-    return amax

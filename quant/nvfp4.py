@@ -35,7 +35,7 @@ from torch import Tensor
 from .blocks import NonFiniteWeight, block_amax, e4m3_values, fast_path, for_chunks, require, require_blocks, require_finite, table
 from .roles import Role
 
-__all__ = ["NVFP4Tensor", "NonFiniteWeight", "dequantize", "global_scale", "quantize", "quantize_experts", "require_finite"]
+__all__ = ["NVFP4Tensor", "NonFiniteWeight", "dequantize", "global_scale", "quantize", "quantize_experts", "require_finite", "shared_scale"]
 
 BLOCK = 16
 E2M1_MAX = 6.0
@@ -88,9 +88,8 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, name: str = "weight"
         global_scale = _default_scale(per_matrix.amax(-1))
     else:
         global_scale = global_scale.to(w.device, torch.float32)
-        # A NaN or infinite one passes: it is the amax of a partner that raises under its own name.
-        outside = (global_scale < GLOBAL_MIN) | ((global_scale > GLOBAL_LIMIT) & global_scale.isfinite())
-        require(~outside.any(), f"{name}: global scale must lie within [2^-90, 2^117]", ValueError)
+        inside = (global_scale >= GLOBAL_MIN) & (global_scale <= GLOBAL_LIMIT)
+        require(inside.all(), f"{name}: global scale must lie within [2^-90, 2^117]", ValueError)
     scales = block_scales(amax, per_block(global_scale, w))
     divisor = e4m3_values(scales).mul_(per_block(global_scale, w))
     codes = torch.empty(blocks.shape[0], BLOCK // 2, dtype=torch.uint8, device=w.device)
@@ -129,17 +128,23 @@ def scaled_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
+def shared_scale(weights: Mapping[str, Tensor]) -> Tensor:
+    """Global scale for matrices [N, K] that share one (or for each place of stacks [E, N, K]): that of the largest amax among them.
+
+    The keys are their names: raises `NonFiniteWeight` with the one that holds NaN or infinity.
+    """
+    return global_scale(torch.stack([_matrix_amax(w, name) for name, w in weights.items()]).amax(0))
+
+
 def quantize_experts(weights: Mapping[Role, Tensor], name: str = "experts") -> dict[Role, NVFP4Tensor]:
     """Quantize the matrices of one expert ([N, K] each) or of a stack of experts ([E, N, K] each), by role.
 
     Gate (w1) and up (w3) of an expert share one global scale, that of the larger amax, because engines run them as one matrix;
     down has its own. Raises as `quantize` does, naming the tensor `{name}.{role}`.
     """
-    amax = {role: _matrix_amax(w, f"{name}.{role}") for role, w in weights.items()}
-    pair = [amax[role] for role in (Role.EXPERT_GATE, Role.EXPERT_UP) if role in amax]
-    if len(pair) == 2:
-        amax[Role.EXPERT_GATE] = amax[Role.EXPERT_UP] = torch.maximum(*pair)
-    return {role: quantize(w, global_scale(amax[role]), f"{name}.{role}") for role, w in weights.items()}
+    pair = {f"{name}.{role}": weights[role] for role in (Role.EXPERT_GATE, Role.EXPERT_UP) if role in weights}
+    shared = shared_scale(pair) if pair else None
+    return {role: quantize(w, None if role is Role.EXPERT_DOWN else shared, f"{name}.{role}") for role, w in weights.items()}
 
 
 def _matrix_amax(w: Tensor, name: str) -> Tensor:

@@ -6,7 +6,6 @@ Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 
 from .plan_cli import plan_app
-from .plans import weights
+from .terminal import fail
 
 app = typer.Typer(
     name="samebits",
@@ -24,14 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-plan_app.command("weights")(weights)
 app.add_typer(plan_app, name="plan")
 console = Console()
-
-
-def _fail(message: str, status: int) -> typer.Exit:
-    print(f"samebits: {message}", file=sys.stderr)
-    return typer.Exit(status)
 
 
 @app.command()
@@ -54,11 +47,11 @@ def train(
         own, verl = load_recipe(recipe, overrides or [])
         summary = run(own, verl, console, verbose)
     except RecipeError as error:
-        raise _fail(str(error), 2) from None
+        raise fail(str(error), 2) from None
     except KeyboardInterrupt:
-        raise _fail("interrupted; the same command goes on from the last checkpoint", 130) from None
+        raise fail("interrupted; the same command goes on from the last checkpoint", 130) from None
     except JobFailed as error:
-        raise _fail(f"stopped: {error}", 1) from None
+        raise fail(f"stopped: {error}", 1) from None
     print_summary(summary, console)
     console.print(f"everything is in {own.folder}")
 
@@ -79,9 +72,9 @@ def quantize(
     try:
         report = run(source, target, get_profile(profile), workers, console)
     except ValueError as error:
-        raise _fail(str(error), 2) from None
+        raise fail(str(error), 2) from None
     except KeyboardInterrupt:
-        raise _fail("stopped; the same command goes on from here", 1) from None
+        raise fail("stopped; the same command goes on from here", 1) from None
     for line in summary(report, target):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -95,7 +88,7 @@ def tiny_m3(
     from .tiny_m3 import build
 
     if out.exists() and any(out.iterdir()):
-        raise _fail(f"{out} is not empty", 2)
+        raise fail(f"{out} is not empty", 2)
     report = build(out, seed=seed)
     console.print_json(data=report)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .plan_tables import PlanError, get_gpu, get_model
+from .plan_weights import weights
 from .planning import USABLE_SHARE, MemoryPlan, plan_memory, plan_step
+from .terminal import fail, write_json
 
 plan_app = typer.Typer(name="plan", help="What fits and what it costs, before there is a machine.", no_args_is_help=True)
+plan_app.command("weights")(weights)
 
 ModelOption = Annotated[str, typer.Option(help="model of models.yaml")]
 GpuOption = Annotated[str, typer.Option(help="accelerator of hardware.yaml")]
@@ -25,22 +26,8 @@ ShareOption = Annotated[float, typer.Option(help="share of a GPU's memory for we
 JsonOption = Annotated[Path | None, typer.Option("--json", help="also write the plan to this file")]
 
 
-def _fail(error: PlanError) -> typer.Exit:
-    print(f"samebits: {error}", file=sys.stderr)
-    return typer.Exit(2)
-
-
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if abs(size) >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
-def _write(path: Path | None, content: object) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise _fail(PlanError(f"{path}: {error.strerror}")) from None
 
 
 @plan_app.command("memory")
@@ -66,7 +53,7 @@ def memory(
             for one in kv or ["nvfp4", "fp8"]
         ]
     except PlanError as error:
-        raise _fail(error) from None
+        raise fail(str(error)) from None
     console = Console()
     title = f"{shape.title} on {gpus} x {machine.title}, {layout}, {context:,} tokens a sequence"
     console.print(_memory_table(title, plans))
@@ -77,7 +64,7 @@ def memory(
         for line in plan.assumptions:
             console.print(f"  - {line}", highlight=False, soft_wrap=True)
     _sources(console, shape.sources, machine.sources)
-    _write(json_file, {"gpu": machine.title, "gpus": gpus, "layout": layout, "context": context, "plans": [asdict(p) for p in plans]})
+    write_json(json_file, {"gpu": machine.title, "gpus": gpus, "layout": layout, "context": context, "plans": [asdict(p) for p in plans]})
 
 
 def _memory_table(title: str, plans: list[MemoryPlan]) -> Table:
@@ -133,7 +120,7 @@ def step(
             rank=rank, weights=weights, kv=kv, micro_batch_tokens=micro_batch_tokens, utilisation=utilisation, usable_share=usable_share,
         )  # fmt: skip
     except PlanError as error:
-        raise _fail(error) from None
+        raise fail(str(error)) from None
     console = Console()
     table = Table(title=f"One step of {shape.title} on {gpus} x {machine.title}, engine {layout}", title_justify="left")
     table.add_column("")
@@ -162,7 +149,7 @@ def step(
     for line in plan.assumptions:
         console.print(f"  - {line}", highlight=False, soft_wrap=True)
     _sources(console, shape.sources, machine.sources)
-    _write(json_file, {"gpu": machine.title, "gpus": gpus, "layout": layout, **asdict(plan), "parameters": plan.parameters})
+    write_json(json_file, {"gpu": machine.title, "gpus": gpus, "layout": layout, **asdict(plan), "parameters": plan.parameters})
 
 
 def _sources(console: Console, *groups: tuple[str, ...]) -> None:

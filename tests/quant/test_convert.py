@@ -287,7 +287,7 @@ def test_nothing_is_quantized_twice(tmp_path, tensors):
 # ------------------------------------------------------------------------------------------------------------------------ refusals
 
 
-def refused(source, target, match, **more):
+def assert_refused(source, target, match, **more):
     before = contents(target) if target.is_dir() else target.exists()
     with pytest.raises(CheckpointError, match=match) as caught:
         convert(source, target, PROFILE, **more)
@@ -303,24 +303,24 @@ def source(sharded, tmp_path):
 def test_every_file_is_checked_before_anything_is_written(source, tmp_path):
     path = source / "model-00006-of-00006.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    refused(source, tmp_path / "out", rf"^{path} is truncated: ")
+    assert_refused(source, tmp_path / "out", rf"^{path} is truncated: ")
 
 
 def test_bad_sources_are_refused_before_anything_is_written(source, tmp_path, tensors):
     out = tmp_path / "out"
-    refused(tmp_path / "nothing", out, "^no folder")
+    assert_refused(tmp_path / "nothing", out, "^no folder")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", out, "holds no config.json")
+    assert_refused(tmp_path / "empty", out, "holds no config.json")
     config = (source / "config.json").read_text()
     (source / "config.json").write_text(config[:50])
-    refused(source, out, "config.json is unreadable")
+    assert_refused(source, out, "config.json is unreadable")
     (source / "config.json").write_text(config.replace('"hidden_size"', '"hidden"'))
-    refused(source, out, "config.json: model config has no key 'hidden_size'")
+    assert_refused(source, out, "config.json: model config has no key 'hidden_size'")
     (source / "config.json").write_text(config.replace('"hidden_size": 64', '"hidden_size": 128'))
-    refused(source, out, r"has shape \[.*64\], not \[.*128\] as in config.json")
+    assert_refused(source, out, r"has shape \[.*64\], not \[.*128\] as in config.json")
     (source / "config.json").write_text(config)
     (source / "model-00002-of-00006.safetensors").unlink()
-    refused(source, out, "shard model-00002-of-00006.safetensors is missing")
+    assert_refused(source, out, "shard model-00002-of-00006.safetensors is missing")
 
 
 @pytest.mark.parametrize(
@@ -340,13 +340,13 @@ def test_bad_sources_are_refused_before_anything_is_written(source, tmp_path, te
 def test_bad_tensors_are_named_before_anything_is_written(tmp_path, tensors, change, message):
     changed = {n: t for n, t in (tensors | change).items() if t is not None}
     stored.write(tmp_path / "source", changed)
-    refused(tmp_path / "source", tmp_path / "out", message)
+    assert_refused(tmp_path / "source", tmp_path / "out", message)
 
 
 def test_a_width_that_is_no_multiple_of_the_block_is_named(tmp_path):
     sizes = dict(hidden=72)
     stored.write(tmp_path / "source", random_m3.tensors(**sizes), config=random_m3.config(**sizes))
-    refused(tmp_path / "source", tmp_path / "out", r"_proj\.weight has shape \[\d+, 72\], no width that is a multiple of 32")
+    assert_refused(tmp_path / "source", tmp_path / "out", r"_proj\.weight has shape \[\d+, 72\], no width that is a multiple of 32")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -384,14 +384,14 @@ def test_fp32_that_bf16_cannot_hold_is_named(tmp_path, tensors):
 
 
 def test_targets_that_are_something_else_are_left_alone(sharded, converted, tmp_path):
-    refused(sharded, sharded, "is the source itself")
-    refused(sharded, sharded / ".." / sharded.name, "is the source itself")
-    refused(sharded, converted, "already holds a finished checkpoint")
+    assert_refused(sharded, sharded, "is the source itself")
+    assert_refused(sharded, sharded / ".." / sharded.name, "is the source itself")
+    assert_refused(sharded, converted, "already holds a finished checkpoint")
     (tmp_path / "file").write_text("x")
-    refused(sharded, tmp_path / "file", "is no folder")
+    assert_refused(sharded, tmp_path / "file", "is no folder")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
-    refused(sharded, tmp_path / "other", "other is not empty")
+    assert_refused(sharded, tmp_path / "other", "other is not empty")
 
 
 def test_a_full_disk_is_told_beforehand(sharded, tmp_path, monkeypatch):
@@ -483,14 +483,14 @@ def test_another_source_or_profile_does_not_go_on(sharded, tmp_path, source):
     with pytest.raises(CheckpointError, match="holds an unfinished conversion of another source or profile"):
         convert(source, out, PROFILE)
     (out / STATE).write_text("{")
-    refused(source, out, "holds an unfinished conversion of another source or profile")
+    assert_refused(source, out, "holds an unfinished conversion of another source or profile")
 
 
 def test_files_that_do_not_belong_there_are_named(sharded, tmp_path):
     out = tmp_path / "out"
     interrupt(sharded, out, after=60)
     save_file({"x": torch.zeros(1)}, out / "extra.safetensors")
-    refused(sharded, out, "extra.safetensors is no part of this conversion")
+    assert_refused(sharded, out, "extra.safetensors is no part of this conversion")
 
 
 def test_two_at_once_are_refused(sharded, tmp_path):

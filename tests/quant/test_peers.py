@@ -32,7 +32,7 @@ SHAPE = (192, 512)
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package} (extra: peers)")
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}, which `make test` installs")
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

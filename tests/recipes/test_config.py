@@ -127,3 +127,19 @@ def test_command_line_exits_2_with_one_line_and_no_run_directory(tmp_path, monke
     assert not (tmp_path / "run").exists()
     result = CliRunner().invoke(cli.app, ["train", "no_such.yaml"])
     assert (result.exit_code, result.output) == (2, "samebits: no recipe at no_such.yaml\n")
+
+
+def test_a_run_directory_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(cli.app, ["train", TINY, "device=cpu", f"run_dir={tmp_path / 'file'}"])
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1 and result.output.startswith(f"samebits: run_dir {tmp_path / 'file'}: ")
+
+
+def test_an_interrupted_job_says_how_to_go_on(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("samebits.recipes.job.train", interrupted)
+    result = CliRunner().invoke(cli.app, ["train", TINY, "device=cpu"])
+    assert (result.exit_code, result.output.count("\n")) == (130, 1) and "goes on from the last checkpoint" in result.output

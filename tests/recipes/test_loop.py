@@ -45,6 +45,43 @@ def test_evaluation_after_a_step_joins_its_line(trainer):
     assert trainer._take_step_metrics()["accuracy/heldout"] == 0.5
 
 
+KEYS = ("mismatch/kl", "mismatch/max_abs")
+
+
+def step_metrics(kl: float) -> dict[str, float]:
+    return {
+        "critic/score/mean": 0.5,
+        "response_length/mean": 25.0,
+        **{f"actor/{key}": kl for key in KEYS},
+    }
+
+
+@pytest.mark.parametrize("kl", [1e-9, 0.5])
+def test_a_checkpoint_waits_for_the_step_s_line_and_is_not_made_of_a_step_that_failed(trainer, monkeypatch, kl):
+    from samebits.recipes import loop
+
+    events = []
+    trainer.recipe = SimpleNamespace(checks=SimpleNamespace(max_kl=1e-3))
+    trainer._save_due = False
+    monkeypatch.setattr(loop.PPOTrainerSync, "_compute_metrics", lambda self, *a, **k: None)
+    monkeypatch.setattr(trainer, "_save_now", lambda: events.append([line["step"] for line in read_metrics(trainer.log.path)]))
+    trainer._step_metrics = {"sync/verified": True, "response/truncated_fraction": 0.25}
+    trainer._save_checkpoint()
+    assert events == []
+    timing = {"update_actor": 1.0, "update_weights": 1.0, "step": 3.0}
+    if kl > 1e-3:
+        with pytest.raises(loop.AgreementLost, match="step 4: mismatch/kl"):
+            trainer._compute_metrics(None, step_metrics(kl), timing, 4, 0)
+        assert events == []
+        return
+    trainer._compute_metrics(None, step_metrics(kl), timing, 4, 0)
+    assert events == [[4]], "saved before its line was written, or not at all"
+    trainer._compute_metrics(None, step_metrics(kl), timing, 5, 0)
+    assert events == [[4]], "saved where verl did not ask for it"
+    (first, _) = read_metrics(trainer.log.path)
+    assert first["response/truncated_fraction"] == 0.25
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_rank_is_not_balanced_and_two_are(trainer, monkeypatch, ranks):
     from samebits.recipes import loop

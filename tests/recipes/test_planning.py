@@ -1,6 +1,7 @@
 """Planning: the published figures, the arithmetic against the real layouts and adapters, and refusals in one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from samebits.quant.adapter import ModelShape
 from samebits.quant.roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, LORA_ROLES, SHARED_ROLES, Role
 from samebits.recipes.plan_cli import plan_app
-from samebits.recipes.plan_tables import TABLES, PlanError, get_gpu, get_model
+from samebits.recipes.plan_tables import BITS, TABLES, PlanError, get_gpu, get_model
 from samebits.recipes.planning import PAGE_TOKENS, get_layout, plan_memory, plan_step
 
 M31, B300 = get_model("m31-flash"), get_gpu("b300")
@@ -204,3 +205,20 @@ def test_every_entry_of_the_tables_loads_and_names_its_sources():
             assert entry.sources and all(len(s) > 20 for s in entry.sources) and entry.title
     assert M31.matrix(Role.INDEX_Q) == (512, 6144) and M31.matrix(Role.INDEX_K) == (128, 6144)
     assert get_model("qwen3-30b-a3b").parameters(Role.INDEX_Q, *SHARED_ROLES, *DENSE_ROLES) == 0
+
+
+def test_tables_and_checkpoint_sizes_describe_the_same_model():
+    """`plan memory` counts from models.yaml, `plan weights` from a config.json: one arithmetic, two ways to name the sizes."""
+    from math import prod
+
+    from samebits.quant.profile import Format
+    from samebits.quant.roles import EXPERT_ROLES, PROJECTION_ROLES, tensor_role
+    from samebits.quant.sizes import text_shapes, weight_bytes
+
+    shapes = text_shapes(json.loads(Path("tests/fixtures/minimax_m3_config.json").read_text()))
+    model = get_model("m31-flash")
+    for roles, count in ((EXPERT_ROLES, model.expert_parameters), (PROJECTION_ROLES, model.projection_parameters)):
+        assert sum(prod(shape) for name, shape in shapes.items() if tensor_role(name) in roles) == count
+    for fmt, extra in ((Format.NVFP4, 4), (Format.MXFP8, 0), (Format.BF16, 0), (Format.FP32, 0)):
+        name = {"bfloat16": "bf16", "float32": "fp32"}.get(str(fmt), str(fmt))
+        assert weight_bytes((64, 256), fmt) - extra == 64 * 256 * BITS[name] / 8

@@ -82,6 +82,14 @@ def test_lock_is_exclusive_and_freed(tmp_path):
     lock(tmp_path, "job", wait=1).close()
 
 
+def test_a_checkpoint_alone_makes_it_a_run(tmp_path):
+    recipe, verl = compose(tmp_path)
+    prepare(recipe, verl)
+    (recipe.folder / "checkpoints" / "global_step_2").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"other settings \(.*seed"):
+        prepare(*compose(tmp_path, "seed=5"))
+
+
 def test_config_of_a_run_that_cannot_be_read_is_one_line(tmp_path):
     recipe, verl = compose(tmp_path)
     prepare(recipe, verl)

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .terminal import fail, write_json
+
 if TYPE_CHECKING:
     from samebits.quant.sizes import WeightPlan
 
@@ -28,21 +30,15 @@ def weights(
         described = _read(config)
         numerics = get_profile(profile)
         plan, other = plan_weights(described, numerics), plan_weights(described, all_mxfp8(numerics))
-        if json_file is not None:
-            json_file.write_text(json.dumps({"plan": plan.to_dict(), "mxfp8": other.to_dict()}, indent=2) + "\n")
     except (ValueError, TypeError) as error:
-        raise _fail(str(error)) from None
+        raise fail(str(error)) from None
     except OSError as error:
-        raise _fail(f"{error.filename}: {error.strerror}") from None
+        raise fail(f"{error.filename}: {error.strerror}") from None
+    write_json(json_file, {"plan": plan.to_dict(), "mxfp8": other.to_dict()})
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_table(plan, other))
     for line in _explanation(plan, other):
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _fail(message: str) -> typer.Exit:
-    print(f"samebits: {message}", file=sys.stderr)
-    return typer.Exit(2)
 
 
 def _read(path: Path) -> dict[str, Any]:
