@@ -70,7 +70,7 @@ class CheckResult:
             return DISAGREE
         return ERROR if self.error is not None or self.compared < 1 else AGREE
 
-    def require(self, holds: bool, message: str, place: Place = Place(), measured: float | None = None, limit: float | None = None) -> bool:  # noqa: B008
+    def require(self, holds: bool, message: str, place: Place = Place(), measured: float | None = None, limit: float | None = None) -> bool:
         """Count one comparison; where it does not hold, add a finding. Returns `holds`."""
         self.compared += 1
         if not holds:
