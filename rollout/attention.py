@@ -35,9 +35,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
-from samebits.kernels.msa import SparseConfig, attend, select_blocks
+from samebits.kernels.msa import SparseConfig, all_blocks, attend, select_blocks
 from samebits.kernels.norm import gemma_rms_norm
 from samebits.kernels.rope import apply_rope
+from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 
 from .settings import PAGE, EngineSettings
@@ -246,6 +247,13 @@ class PagedCache(nn.Module, AttentionLayerBase):
         step: StepPlan = metadata[self.prefix]
         n, g = step.slots.shape[0], self.kv_heads
         self._write(step.slots, *(x[:n] for x in (k, v, index_k) if x is not None))
+        layer = self.prefix.removesuffix(".attn")
+        for name, first, heads in (("k", 0, g), ("v", g, g), ("index_k", 2 * g, 1)):
+            if recording(f"{layer}.{name}") and (name != "index_k" or index_k is not None):
+                tap(f"{layer}.{name}", self._read(step.slots[None], first, heads)[0])
+        chosen = None
+        if self.sparse is not None and recording(f"{layer}.blocks"):
+            chosen = torch.full((n, g, self.sparse.topk), -1, dtype=torch.int32, device=q.device)
         for bucket in step.buckets:
             where = torch.arange(n, device=q.device)[:, None] if bucket.query is None else bucket.query
             queries = q[:n, None] if bucket.query is None else q[where]
@@ -255,6 +263,8 @@ class PagedCache(nn.Module, AttentionLayerBase):
                 index = index_q[:n, None] if bucket.query is None else index_q[where]
                 blocks = select_blocks(index, self._read(keys, 2 * g, 1).squeeze(2), bucket.q_pos, self.sparse)
                 block = self.sparse.block
+            if chosen is not None:
+                self._note_choice(chosen, blocks, bucket, where)
             # K and V are gathered head by head, so that the products below read them where they are. They are finite: a padded
             # key is the first key of its own sequence.
             k_all, v_all = self._read(keys, 0, g), self._read(keys, g, g)
@@ -264,7 +274,16 @@ class PagedCache(nn.Module, AttentionLayerBase):
             else:
                 inside = bucket.q_pos >= 0
                 out[where[inside]] = part[inside]
+        if chosen is not None:
+            tap(f"{layer}.blocks", chosen)
         return out
+
+    def _note_choice(self, chosen: Tensor, blocks: Tensor | None, bucket: Bucket, where: Tensor) -> None:
+        """Put a bucket's block choices into `chosen` [T, G, topk], for a recorder."""
+        if blocks is None:
+            blocks = all_blocks(bucket.keys.shape[1], bucket.q_pos, self.sparse)[:, :, None].expand(-1, -1, self.kv_heads, -1)
+        inside = bucket.q_pos >= 0
+        chosen[where[inside]] = blocks[inside]
 
 
 def sparse_config(config: Any) -> SparseConfig:
@@ -314,6 +333,7 @@ class Attention(nn.Module):
         self.q_norm = HeadNorm(self.dim, config.rms_norm_eps)
         self.k_norm = HeadNorm(self.dim, config.rms_norm_eps)
         self.attn = PagedCache(config, settings, sparse, f"{prefix}.attn")
+        self.prefix = prefix
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, hidden]; cos, sin [T, rotary / 2] of the tokens' positions."""
@@ -323,5 +343,11 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         if index:
             index = [apply_rope(self.index_q_norm(index[0]), cos, sin), apply_rope(self.index_k_norm(index[1]), cos, sin)]
-        out, _ = self.o_proj(self.attn(q, k, v, *index).flatten(1))
+        tap(f"{self.prefix}.q", q)
+        if index:
+            tap(f"{self.prefix}.index_q", index[0])
+        attended = self.attn(q, k, v, *index).flatten(1)
+        tap(f"{self.prefix}.attention", attended)
+        out, _ = self.o_proj(attended)
+        tap(f"{self.prefix}.o_proj", out)
         return out

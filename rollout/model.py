@@ -22,6 +22,7 @@ from samebits.kernels.linear import frozen_linear
 from samebits.kernels.moe import moe, route_topk
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import rope_table
+from samebits.kernels.taps import tap
 from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
 
 from . import settings as engine_settings
@@ -57,11 +58,15 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate, h, prefix=f"{prefix}.down_proj", **options)
         self.down_proj.slices = [(f"{prefix}.down_proj", h, None)]
         self.activation = _activation(config)
+        self.prefix = prefix
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         gate_up, _ = self.gate_up_proj(x)
-        out, _ = self.down_proj(swiglu_oai(gate_up, self.activation).to(x.dtype))
+        activated = swiglu_oai(gate_up, self.activation).to(x.dtype)
+        tap(f"{self.prefix}.activation", activated)
+        out, _ = self.down_proj(activated)
+        tap(f"{self.prefix}.down_proj", out)
         return out
 
 
@@ -112,6 +117,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, f"{prefix}.experts")
         shared = config.intermediate_size * config.n_shared_experts
         self.shared_experts = MLP(config, shared, quant, f"{prefix}.shared_experts")
+        self.prefix = prefix
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
@@ -119,7 +125,11 @@ class MoE(nn.Module):
         ids, weights = route_topk(logits, self.e_score_correction_bias, self.top_k, self.scale)
         if self.capture_fn is not None:
             self.capture_fn(ids)
-        return self.experts(x, ids, weights) + self.shared_experts(x)
+        for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
+            tap(f"{self.prefix}.{name}", value)
+        routed = self.experts(x, ids, weights)
+        tap(f"{self.prefix}.experts", routed)
+        return routed + self.shared_experts(x)
 
 
 class Layer(nn.Module):
@@ -137,12 +147,15 @@ class Layer(nn.Module):
             self.mlp = MLP(config, config.dense_intermediate_size, quant, f"{prefix}.mlp")
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.prefix = prefix
 
     def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden], to be added to `residual` before the next norm."""
         x, residual = self.input_layernorm(x, residual)
+        tap(f"{self.prefix}.input_layernorm", x)
         x = self.self_attn(x, cos, sin)
         x, residual = self.post_attention_layernorm(x, residual)
+        tap(f"{self.prefix}.post_attention_layernorm", x)
         return (self.block_sparse_moe if self.is_moe else self.mlp)(x), residual
 
 
@@ -166,9 +179,12 @@ class Model(nn.Module):
         """Embedded tokens [T, hidden] at `positions` [T] to the final norm's output [T, hidden]."""
         cos, sin = self.cos[positions], self.sin[positions]
         residual = None
+        tap("model.embed_tokens", x)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin)
-        return self.norm(x, residual)[0]
+        x = self.norm(x, residual)[0]
+        tap("model.norm", x)
+        return x
 
 
 class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):

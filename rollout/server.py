@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from safetensors.torch import save_file
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
@@ -32,8 +29,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from samebits.quant.adapter import AdapterError, Manifest
 from samebits.rollout.adapter import lora_request
-
-_SHARED_MEMORY = Path("/dev/shm")
+from samebits.rollout.wire import adapter_file
 
 
 class RouteError(RuntimeError):
@@ -246,13 +242,6 @@ class AdapterSender(ServerAdapter):
         fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
         if fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]:
             return
-        manifest = Manifest.of(tensors, origin["version"], origin["profile"])
-        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        handle, path = tempfile.mkstemp(prefix="samebits-", suffix=".safetensors", dir=folder)
-        os.close(handle)
-        try:
-            await asyncio.to_thread(save_file, tensors, path)
+        with adapter_file(tensors, origin["version"], origin["profile"]) as (path, manifest):
             await self.server_handle.sync_adapter.remote(path, manifest.to_json(), started)
-        finally:
-            Path(path).unlink(missing_ok=True)
         await self.server_handle.set_global_steps.remote(global_steps)

@@ -5,6 +5,9 @@ Answers are JSON strings or plain dictionaries, so that they cross processes und
 
 from __future__ import annotations
 
+from safetensors.torch import save_file
+
+from samebits.kernels import taps
 from samebits.quant.adapter import AdapterError, Manifest, digest
 
 from . import adapter
@@ -41,6 +44,16 @@ class WorkerExtension:
     def samebits_profile(self) -> str:
         """Hash of the numerics profile that the model was built for."""
         return self.model_runner.get_model().settings.profile.hash
+
+    def samebits_record(self, points: list[str] | None = None) -> None:
+        """Record the taps of `kernels.taps` from now on: all, or those whose name ends with one of `points`."""
+        taps.start(taps.Recorder(None if points is None else lambda name: name.endswith(tuple(points))))
+
+    def samebits_recorded(self, path: str) -> list[str]:
+        """Stop recording, write what was recorded to the safetensors file `path`, and return the points in order."""
+        tensors = taps.stop().tensors()
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+        return list(tensors)
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         """verl calls this once: tokens without a meaning are never sampled. (verl's name; nothing is patched.)"""

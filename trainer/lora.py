@@ -76,7 +76,7 @@ class LoRAPair(nn.Module):
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT name and bf16 tensor of each side, one pair an expert. Gathers shards: every rank must drain it."""
-        a, b = rounded(_full(self.lora_A)), rounded(_full(self.lora_B), self.scale)
+        a, b = rounded(full(self.lora_A)), rounded(full(self.lora_B), self.scale)
         for expert in range(self.experts) if self.experts else (-1,):
             module = ModuleId(self.role, self.layer, expert)
             yield tensor_name(module, "A"), a[expert] if self.experts else a
@@ -111,6 +111,7 @@ def _seed(seed: int, layer: int, role: Role) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _full(parameter: Tensor) -> Tensor:
+def full(parameter: Tensor) -> Tensor:
+    """The whole of a parameter that may be sharded, without gradient. Every rank must ask."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

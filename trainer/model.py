@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from samebits.kernels.activation import swiglu_oai_halves
-from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear
+from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear, select, split
 from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.kernels.msa import PaddedBucket, packed_attention, pad_packed
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import apply_rope, rope_table
+from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 from samebits.quant.adapter import AdapterSpec
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
@@ -36,7 +37,7 @@ from samebits.quant.profile import Format, NumericsProfile, require_same
 from samebits.quant.roles import Role
 
 from .head import token_logprobs
-from .lora import LayerLoRA, LoRASettings
+from .lora import LayerLoRA, LoRASettings, full
 from .m3_config import M3Dims
 
 _COMPUTE = {Format.FP32: torch.float32, Format.BF16: torch.bfloat16}
@@ -56,7 +57,13 @@ class PackedBase(nn.Module):
 
     def value(self) -> FrozenWeight:
         """The weight as `kernels.linear` takes it."""
-        parts = [getattr(self, name) for name in self._names]
+        return self._join([getattr(self, name) for name in self._names])
+
+    def gathered(self) -> FrozenWeight:
+        """The weight outside of a forward, where it may be sharded. Every rank must ask."""
+        return self._join([full(getattr(self, name)) for name in self._names])
+
+    def _join(self, parts: list[Tensor]) -> FrozenWeight:
         return self._kind(*parts) if self._kind else parts[0]
 
 
@@ -103,6 +110,7 @@ class Attention(nn.Module):
         self.proj = nn.ModuleDict({n: PackedBase(checkpoint.weight(f"{prefix}{n}_proj")) for n in names})
         norms = ["q", "k"] + (["index_q", "index_k"] if self.sparse else [])
         self.norm = nn.ModuleDict({n: PackedBase(checkpoint.tensor(f"{prefix}{n}_norm.weight")) for n in norms})
+        self.prefix = prefix
 
     def forward(self, x: Tensor, seqs: Sequences, lora: LayerLoRA | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [T, H] to ([T, H], chosen blocks or None)."""
@@ -110,11 +118,18 @@ class Attention(nn.Module):
         k = self._cached(self._rotated("k", self._heads("k", x, lora, Role.ATTN_K), seqs))
         v = self._cached(self._heads("v", x, lora, Role.ATTN_V))
         index_q = index_k = None
-        if self.sparse and seqs.longest > self.dims.sparse.block * self.dims.sparse.topk:
-            # There is something to choose. The choice passes no gradient.
+        tap(f"{self.prefix}q", q)
+        tap(f"{self.prefix}k", k)
+        tap(f"{self.prefix}v", v)
+        to_choose = seqs.longest > self.dims.sparse.block * self.dims.sparse.topk
+        if self.sparse and (to_choose or recording(f"{self.prefix}index_q")):
+            # The choice passes no gradient.
             with torch.no_grad():
                 index_q = self._rotated("index_q", self._heads("index_q", x), seqs)
-                index_k = self._cached(self._rotated("index_k", self._heads("index_k", x), seqs))[:, 0]
+                index_k = self._cached(self._rotated("index_k", self._heads("index_k", x), seqs))
+                tap(f"{self.prefix}index_q", index_q)
+                tap(f"{self.prefix}index_k", index_k)
+                index_k = index_k[:, 0]
         out, chosen = packed_attention(
             q,
             k,
@@ -126,7 +141,12 @@ class Attention(nn.Module):
             self.dims.sparse if self.sparse else None,
             blocks.int() if blocks is not None else None,
         )
-        return lora_linear(out.flatten(1), self.proj["o"].value(), _pair(lora, Role.ATTN_O)), chosen
+        if chosen is not None:
+            tap(f"{self.prefix}blocks", chosen)
+        tap(f"{self.prefix}attention", out.flatten(1))
+        out = lora_linear(out.flatten(1), self.proj["o"].value(), _pair(lora, Role.ATTN_O))
+        tap(f"{self.prefix}o_proj", out)
+        return out, chosen
 
     def _heads(self, name: str, x: Tensor, lora: LayerLoRA | None = None, role: Role | None = None) -> Tensor:
         return lora_linear(x, self.proj[name].value(), _pair(lora, role)).unflatten(-1, (-1, self.dims.shape.head_dim))
@@ -143,7 +163,7 @@ class MLP(nn.Module):
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, roles: tuple[Role, Role, Role], dims: M3Dims) -> None:
         super().__init__()
-        self.dims, self.roles = dims, roles
+        self.dims, self.roles, self.prefix = dims, roles, prefix
         self.proj = nn.ModuleDict({n: PackedBase(checkpoint.weight(f"{prefix}{n}_proj")) for n in ("gate", "up", "down")})
 
     def forward(self, x: Tensor, lora: LayerLoRA | None) -> Tensor:
@@ -151,7 +171,14 @@ class MLP(nn.Module):
         gate, up, down = (_pair(lora, role) for role in self.roles)
         halves = [lora_linear(x, self.proj[n].value(), pair) for n, pair in (("gate", gate), ("up", up))]
         act = swiglu_oai_halves(*halves, self.dims.activation).to(x.dtype)
-        return lora_linear(act, self.proj["down"].value(), down)
+        tap(f"{self.prefix}activation", act)
+        out = lora_linear(act, self.proj["down"].value(), down)
+        tap(f"{self.prefix}down_proj", out)
+        return out
+
+    def base_weights(self, prefix: str) -> Iterator[tuple[str, FrozenWeight]]:
+        """See `M3ForTraining.base_weights`."""
+        return ((f"{prefix}{name}_proj", weight.gathered()) for name, weight in self.proj.items())
 
 
 class MoE(nn.Module):
@@ -160,7 +187,7 @@ class MoE(nn.Module):
     def __init__(self, checkpoint: Checkpoint, layer: int, dims: M3Dims) -> None:
         super().__init__()
         self.dims = dims
-        prefix = f"model.layers.{layer}.block_sparse_moe."
+        self.prefix = prefix = f"model.layers.{layer}.block_sparse_moe."
         self.gate = PackedBase(checkpoint.tensor(f"{prefix}gate.weight"))
         self.bias = PackedBase(checkpoint.tensor(f"{prefix}e_score_correction_bias"))
         experts = [f"{prefix}experts.{e}." for e in range(dims.shape.experts)]
@@ -179,8 +206,21 @@ class MoE(nn.Module):
             ids = torch.where(given, routes.to(ids.dtype).sort(dim=-1).values, own)
             weights = route_weights(logits, ids, self.dims.routed_scale)
             replayed, agreed = given.sum(), ((ids == own).all(-1) & given[:, 0]).sum()
+        for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
+            tap(f"{self.prefix}{name}", value)
         routed = moe(x, self.w13.value(), self.w2.value(), ids, weights, self.dims.activation, self._expert_lora(lora))
+        tap(f"{self.prefix}experts", routed)
         return routed + self.shared(x, lora), ids, replayed, agreed
+
+    def base_weights(self, prefix: str) -> Iterator[tuple[str, FrozenWeight]]:
+        """See `M3ForTraining.base_weights`."""
+        yield f"{prefix}gate", self.gate.gathered()
+        yield f"{prefix}e_score_correction_bias", self.bias.gathered()
+        w13, w2 = self.w13.gathered(), self.w2.gathered()
+        for e in range(self.dims.shape.experts):
+            gate, up = split(select(w13, e), 2)
+            yield from ((f"{prefix}experts.{e}.w1", gate), (f"{prefix}experts.{e}.w2", select(w2, e)), (f"{prefix}experts.{e}.w3", up))
+        yield from self.shared.base_weights(f"{prefix}shared_experts.")
 
     def _expert_lora(self, lora: LayerLoRA | None) -> ExpertLoRA | None:
         pairs = [_pair(lora, role) for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN)]
@@ -200,7 +240,7 @@ class DecoderLayer(nn.Module):
         settings: LoRASettings | None,
     ) -> None:
         super().__init__()
-        prefix = f"model.layers.{layer}."
+        self.prefix = prefix = f"model.layers.{layer}."
         self.dims = dims
         self.checkpointing = False
         self.input_norm = PackedBase(checkpoint.tensor(f"{prefix}input_layernorm.weight"))
@@ -234,8 +274,10 @@ class DecoderLayer(nn.Module):
             residual, h = x, gemma_rms_norm(x, self.input_norm.value(), eps)
         else:
             h, residual = gemma_rms_norm_add(x, residual, self.input_norm.value(), eps)
+        tap(f"{self.prefix}input_layernorm", h)
         x, chosen = self.attention(h, seqs, lora, blocks)
         h, residual = gemma_rms_norm_add(x, residual, self.post_norm.value(), eps)
+        tap(f"{self.prefix}post_attention_layernorm", h)
         if not self.is_moe:
             return LayerOutput(self.mlp(h, lora), residual, blocks=chosen)
         x, ids, replayed, agreed = self.mlp(h, lora, routes)
@@ -309,6 +351,7 @@ class M3ForTraining(nn.Module):
             raise ValueError(f"routes have shape {tuple(routes.shape)}, not {(len(tokens), dims.shape.layers, dims.top_k)}")
         seqs = self._sequences(lengths, tokens.device)
         x, residual = F.embedding(tokens, self.embed.value()).to(self.compute_dtype), None
+        tap("model.embed_tokens", x)
         choices: list[LayerOutput] = []
         for i, layer in enumerate(self.layers):
             layer_routes = routes[:, i] if routes is not None and i in dims.shape.moe_layers else None
@@ -317,6 +360,7 @@ class M3ForTraining(nn.Module):
             x, residual = out.x, out.residual
             choices.append(out._replace(x=None, residual=None))
         h, _ = gemma_rms_norm_add(x, residual, self.norm.value(), dims.eps)
+        tap("model.norm", h)
         logprobs, ent = token_logprobs(h, self.head.value(), labels, temperature, entropy)
         none = torch.zeros((), dtype=torch.int64, device=tokens.device)
         return M3Output(
@@ -345,6 +389,21 @@ class M3ForTraining(nn.Module):
     def adapter_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and master of everything that is trained."""
         return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+
+    def base_weights(self) -> Iterator[tuple[str, FrozenWeight]]:
+        """Checkpoint path and frozen weight of everything that is multiplied, gathered; every rank must drain it."""
+        yield "model.embed_tokens", self.embed.gathered()
+        for i, layer in enumerate(self.layers):
+            prefix = f"model.layers.{i}."
+            yield f"{prefix}input_layernorm", layer.input_norm.gathered()
+            yield f"{prefix}post_attention_layernorm", layer.post_norm.gathered()
+            for name, weight in layer.attention.proj.items():
+                yield f"{prefix}self_attn.{name}_proj", weight.gathered()
+            for name, weight in layer.attention.norm.items():
+                yield f"{prefix}self_attn.{name}_norm", weight.gathered()
+            yield from layer.mlp.base_weights(f"{prefix}block_sparse_moe." if layer.is_moe else f"{prefix}mlp.")
+        yield "model.norm", self.norm.gathered()
+        yield "lm_head", self.head.gathered()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT name and bf16 tensor of the whole adapter, scale folded in. Gathers shards: every rank must drain it."""

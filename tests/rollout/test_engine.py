@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from samebits.alignment_checks.reference_m3 import ReferenceM3
 from samebits.quant.adapter import AdapterError, Manifest, digest, parse_name
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.roles import LORA_ROLES, Role
-from tests.support.reference_m3 import ReferenceM3
 
 from .conftest import adapter, prompt, same_bits, spec
 

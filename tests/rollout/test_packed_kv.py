@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from samebits.alignment_checks.reference_m3 import ReferenceM3
 from samebits.quant import kv
 from samebits.rollout.attention import PagedCache
-from tests.support.reference_m3 import ReferenceM3
 
 from .conftest import prompt, same_bits
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.reference_m3 import ReferenceM3
+from samebits.alignment_checks.reference_m3 import ReferenceM3
 
 from .conftest import prompt
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from samebits.alignment_checks.reference_m3 import ReferenceM3
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.profile import NumericsProfile, ProfileMismatch, get_profile
 from samebits.trainer.head import token_logprobs
 from samebits.trainer.model import M3ForTraining
-from tests.support.reference_m3 import ReferenceM3
 
 BLOCK, TOPK = 128, 4  # of the random fixture
 

@@ -1,12 +1,14 @@
 """MiniMax-M3's forward written a second time, as plainly as possible: one sequence, fp32, loops, no samebits kernels.
 
-It reads a quantized checkpoint and optionally applies an adapter (bf16 tensors under wire names). Tests compare the engine and
-the training model with it, so it shares nothing with them but the checkpoint reader.
+It reads a quantized checkpoint and optionally applies an adapter (bf16 tensors under wire names) as W + BA. Engine and training model
+share their operations, so what both have wrong shows in neither; both are held against this, which shares nothing with them but the
+checkpoint reader. It is slow: some tens of tokens a second on a tiny model.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +20,8 @@ from samebits.quant.kv import round_trip
 
 
 class ReferenceM3:
+    """The text model of a checkpoint folder, with the adapter tensors `adapter` where given, and an NVFP4 cache where `packed_kv`."""
+
     def __init__(self, folder: Path, adapter: dict[str, Tensor] | None = None, packed_kv: bool = False) -> None:
         checkpoint = Checkpoint(folder)
         self.c = checkpoint.config["text_config"]
@@ -34,10 +38,15 @@ class ReferenceM3:
             for i, moe in enumerate(self.c["moe_layer_freq"])
             if moe
         }
-        self.adapter = {k.removeprefix("base_model.model."): v.float() for k, v in (adapter or {}).items()}
         self.packed_kv = packed_kv
+        self.set_adapter(adapter or {})
+
+    def set_adapter(self, adapter: Mapping[str, Tensor]) -> None:
+        """Compute with these adapter tensors, under wire names, from now on."""
+        self.adapter = {k.removeprefix("base_model.model."): v.float() for k, v in adapter.items()}
 
     def linear(self, module: str, x: Tensor) -> Tensor:
+        """x [T, K] times the module's weight, plus its adapter's delta."""
         y = x @ self.w[module].T
         a = self.adapter.get(f"{module}.lora_A.weight")
         if a is not None:
@@ -45,6 +54,7 @@ class ReferenceM3:
         return y
 
     def norm(self, module: str, x: Tensor) -> Tensor:
+        """Gemma RMS norm over the last dimension."""
         return x / (x.pow(2).mean(-1, keepdim=True) + self.c["rms_norm_eps"]).sqrt() * (1 + self.w[module])
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -61,11 +71,13 @@ class ReferenceM3:
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SwiGLU-OAI of the two halves."""
         limit = self.c["swiglu_limit"]
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate / (1 + torch.exp(-self.c["swiglu_alpha"] * gate)) * (up + self.c["swiglu_beta"])
 
     def mlp(self, prefix: str, names: tuple[str, str, str], x: Tensor) -> Tensor:
+        """Gated network of one expert, of the shared expert or of a dense layer."""
         gate, up, down = (f"{prefix}.{n}" for n in names)
         return self.linear(down, self.swiglu(self.linear(gate, x), self.linear(up, x)))
 
@@ -86,6 +98,7 @@ class ReferenceM3:
         return chosen
 
     def attention(self, i: int, x: Tensor) -> Tensor:
+        """Attention of layer i: x [T, H] to [T, H]."""
         p = f"model.layers.{i}.self_attn."
         heads, groups, d = self.c["num_attention_heads"], self.c["num_key_value_heads"], self.c["head_dim"]
         q = self.rotate(self.norm(p + "q_norm", self.linear(p + "q_proj", x).view(-1, heads, d)))
@@ -111,6 +124,7 @@ class ReferenceM3:
         return self.linear(p + "o_proj", out.flatten(1))
 
     def moe(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of layer i: x [T, H] to ([T, H], ids [T, k])."""
         p = f"model.layers.{i}.block_sparse_moe."
         scores = torch.sigmoid(x @ self.w[p + "gate"].T)
         routes = (scores + self.bias[i]).topk(self.c["num_experts_per_tok"], dim=-1).indices.sort(-1).values
@@ -136,3 +150,8 @@ class ReferenceM3:
                 y = self.mlp(p + "mlp", ("gate_proj", "up_proj", "down_proj"), h)
             x = x + y
         return self.norm("model.norm", x) @ self.w["lm_head"].T, routes
+
+    def logprobs(self, ids: list[int], temperature: float = 1.0) -> Tensor:
+        """fp32 [T - 1] log-probabilities of ids[1:]."""
+        logits, _ = self(ids)
+        return (logits / temperature).log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
