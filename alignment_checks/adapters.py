@@ -69,7 +69,9 @@ def coverage(pair: Pair, result: CheckResult) -> None:
             return
         sent, origin = changed
     _same_shapes(result, shapes, sent, "the export")
-    compare_digests(result, {n: digest(t) for n, t in want.items()}, {n: digest(t) for n, t in sent.items()}, "what is sent is not the master weight")
+    compare_digests(
+        result, {n: digest(t) for n, t in want.items()}, {n: digest(t) for n, t in sent.items()}, "what is sent is not the master weight"
+    )
     _name_scale(result, want, sent)
     version = pair.trainer.engine.adapter_version
     result.require(origin["version"] == version, f"the export says version {origin['version']}, the trainer is at {version}")
@@ -107,7 +109,13 @@ def held(pair: Pair, result: CheckResult) -> None:
     result.require(len(reports) == len(pair.replicas) > 0, f"{len(reports)} of {len(pair.replicas)} replicas reported")
     for replica, report in zip(pair.replicas, reports, strict=True):
         where = {"replica": replica.index}
-        if not result.require(report is not None, f"replica {replica.index}: no adapter was ever synced, the trainer is at {version}", Place(**where)):
+        if not result.require(
+            report is not None, f"replica {replica.index}: no adapter was ever synced, the trainer is at {version}", Place(**where)
+        ):
+            continue
+        if not result.require(
+            report["refused"] is None, f"replica {replica.index} refused the adapter: {report['refused']}", Place(**where)
+        ):
             continue
         stale = f"replica {replica.index} uses adapter version {replica.version}, the trainer is at {version}: it was not updated"
         result.require(replica.version == version, stale, Place(**where))
@@ -146,7 +154,9 @@ def base(pair: Pair, result: CheckResult) -> None:
         for rank, found in enumerate(replica.rpc("samebits_base_digests")):
             compare_digests(result, expected, found, f"base of replica {replica.index} rank {rank}", replica=replica.index, rank=rank)
         for rank, found in enumerate(replica.rpc("samebits_profile")):
-            message = f"replica {replica.index} rank {rank} computes with numerics profile {found}, the trainer with {pair.trainer.profile.hash}"
+            message = (
+                f"replica {replica.index} rank {rank} computes with numerics profile {found}, the trainer with {pair.trainer.profile.hash}"
+            )
             result.require(found == pair.trainer.profile.hash, message, Place(replica=replica.index, rank=rank))
 
 
@@ -165,11 +175,11 @@ def _random(pair: Pair, roles: tuple[Role, ...], seed: int) -> dict[str, Tensor]
 @contextmanager
 def _keeping_adapter(pair: Pair) -> Iterator[None]:
     """Give the pair its adapter back after the block, on both sides."""
-    kept, version = intended(pair), pair.trainer.engine.adapter_version
+    kept, version = pair.trainer.masters(), pair.trainer.engine.adapter_version
     try:
         yield
     finally:
-        pair.trainer.set_masters(kept, version)
+        pair.trainer.put_masters(kept, version)
         pair.sync()
 
 
@@ -190,12 +200,16 @@ def effect(pair: Pair, probes: Probes, result: CheckResult, model: Any) -> None:
                 _check_effect(result, pair, replica, role, ids, plain, want, due)
 
 
-def _check_effect(result: CheckResult, pair: Pair, replica: Any, role: Role, ids: list[int], plain: Tensor, want: Tensor, due: float) -> None:
+def _check_effect(
+    result: CheckResult, pair: Pair, replica: Any, role: Role, ids: list[int], plain: Tensor, want: Tensor, due: float
+) -> None:
     where = Place(tensor=str(role), replica=replica.index)
     found = replica.run([ids])[0].prompt_logprobs
     moved = (found - plain).abs().max().item()
     message = f"replica {replica.index}: the adapter of role {role} changes logprobs by {moved:.2g}, W + BA changes them by {due:.2g}"
-    used = result.require(due > pair.limits.effect and moved > pair.limits.effect, f"{message}: it is not used", where, moved, pair.limits.effect)
+    used = result.require(
+        due > pair.limits.effect and moved > pair.limits.effect, f"{message}: it is not used", where, moved, pair.limits.effect
+    )
     error = (found - want).abs().max().item()
     # A fraction of the effect as well: where noise is large, the effect must still be this one.
     limit = min(pair.limits.max_abs, 0.2 * due) if due else pair.limits.max_abs
@@ -231,7 +245,9 @@ def isolation(pair: Pair, probes: Probes, result: CheckResult) -> None:
         message = f"replica {replica.index}: adapter version {version} changes nothing: requests run on the base"
         result.require(moved > pair.limits.effect, message, Place(replica=replica.index), moved, pair.limits.effect)
         for rank, (a, b) in enumerate(zip(before, replica.rpc("samebits_base_digests"), strict=True)):
-            compare_digests(result, a, b, f"base of replica {replica.index} rank {rank} after loading and unloading", replica=replica.index, rank=rank)
+            compare_digests(
+                result, a, b, f"base of replica {replica.index} rank {rank} after loading and unloading", replica=replica.index, rank=rank
+            )
 
 
 def _bits(replica: Any, prompts: list[list[int]], version: int | None) -> list[Tensor]:
@@ -246,7 +262,9 @@ def prefix_cache(pair: Pair, probes: Probes, result: CheckResult) -> None:
         for replica in pair.replicas:
             replica.run([prompt], prompt_logprobs=False)
             warm = replica.run([prompt], prompt_logprobs=False)[0].cached
-            result.require(warm >= 128, f"replica {replica.index}: a repeated prompt found {warm} tokens in the prefix cache", measured=warm)
+            result.require(
+                warm >= 128, f"replica {replica.index}: a repeated prompt found {warm} tokens in the prefix cache", measured=warm
+            )
         pair.trainer.set_masters(_random(pair, pair.trainer.spec.roles, 77), pair.trainer.engine.adapter_version)
         pair.sync()
         for replica in pair.replicas:
@@ -256,5 +274,7 @@ def prefix_cache(pair: Pair, probes: Probes, result: CheckResult) -> None:
             result.require(after.cached == 0, message, place, after.cached, 0)
             row = probes.score([after])[0][len(prompt) - 1 :]
             error = (row - after.logprobs).abs().max().item()
-            message = f"replica {replica.index}: logprobs after a sync differ from the new adapter's by {error:.2g}: keys and values are stale"
+            message = (
+                f"replica {replica.index}: logprobs after a sync differ from the new adapter's by {error:.2g}: keys and values are stale"
+            )
             result.require(error <= pair.limits.max_abs, message, place, error, pair.limits.max_abs)

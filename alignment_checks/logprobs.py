@@ -6,6 +6,7 @@ engine sampled (Schulman, "Approximating KL divergence"): k3 is never negative a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,12 @@ def check_values(result: CheckResult, engine: Sequence[Tensor | None], counts: S
 
 
 def check_agreement(
-    result: CheckResult, trainer: Sequence[Tensor], engine: Sequence[Tensor], limits: Limits, what: str = "", first_token: Sequence[int] | None = None
+    result: CheckResult,
+    trainer: Sequence[Tensor],
+    engine: Sequence[Tensor],
+    limits: Limits,
+    what: str = "",
+    first_token: Sequence[int] | None = None,
 ) -> None:
     """KL, mean and maximum of the difference over sequences of logprobs [T] each; names the worst sequence and token.
 
@@ -104,13 +110,18 @@ def generated(pair: Pair, probes: Probes, result: CheckResult) -> dict[str, Any]
         ours = [t[len(s.prompt) - 1 :] for t, s in zip(trained, samples, strict=True)]
         theirs = [s.logprobs for s in samples]
         check_agreement(result, ours, theirs, pair.limits, "generated", [len(s.prompt) for s in samples])
-        scored = [(t[: len(s.prompt) - 1], s.prompt_logprobs) for t, s in zip(trained, samples, strict=True) if s.prompt_logprobs is not None]
+        scored = [
+            (t[: len(s.prompt) - 1], s.prompt_logprobs) for t, s in zip(trained, samples, strict=True) if s.prompt_logprobs is not None
+        ]
         scored = [(t, p) for t, p in scored if len(p)]
         check_agreement(result, [t for t, _ in scored], [p for _, p in scored], pair.limits, "prompt", [1] * len(scored))
         for a, b in [*zip(ours, theirs, strict=True), *scored]:
             scatter["trainer"] += a.tolist()
             scatter["engine"] += b.tolist()
-        rows += [(torch.cat((p - q, a - b)), 1) for (p, q), a, b in zip(scored, ours[len(ours) - len(scored) :], theirs[len(theirs) - len(scored) :], strict=True)]
+        rows += [
+            (torch.cat((p - q, a - b)), 1)
+            for (p, q), a, b in zip(scored, ours[len(ours) - len(scored) :], theirs[len(theirs) - len(scored) :], strict=True)
+        ]
     value = result.metrics.get("generated/k3", 0.0)
     result.metrics["kl_warn_exceeded"] = float(value > pair.limits.kl_warn)
     step = max(1, len(scatter["trainer"]) // SCATTER)
@@ -121,7 +132,7 @@ def _by_position(differences: Sequence[Tensor]) -> dict[str, list[float]]:
     """Mean, 95 % quantile and maximum of the difference in ranges of positions that double."""
     edges = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
     out: dict[str, list[float]] = {"position": [], "mean": [], "q95": [], "max": []}
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         part = torch.cat([d[first:last] for d in differences]) if differences else torch.zeros(0)
         if len(part):
             out["position"].append(first)
@@ -171,7 +182,9 @@ def variants(pair: Pair, probes: Probes, result: CheckResult) -> None:
     runs["warm cache"] = replica.run([prompts[-1], probes.long], LONG_RESPONSE, prompt_logprobs=False)
     cold, warm = ([s.cached for s in runs[name]] for name in ("cold cache", "warm cache"))
     result.require(max(cold[1:]) == 0, f"a first request found {max(cold[1:])} tokens in an empty prefix cache", measured=max(cold[1:]))
-    result.require(min(warm) >= 128, f"a repeated prompt of {len(prompts[-1])} tokens found {min(warm)} in the prefix cache", measured=min(warm))
+    result.require(
+        min(warm) >= 128, f"a repeated prompt of {len(prompts[-1])} tokens found {min(warm)} in the prefix cache", measured=min(warm)
+    )
     replica.drop_prefix_cache()
     # The first prompt takes most of a step's budget, so the long one is cut.
     runs["chunked prefill"] = replica.run([probes.filler, probes.long], LONG_RESPONSE, prompt_logprobs=False)[1:]
@@ -188,10 +201,14 @@ def prompt(pair: Pair, probes: Probes, result: CheckResult) -> None:
     """The engine's logprobs of generated tokens are its prompt logprobs of the same tokens."""
     replica = pair.replicas[0]
     samples = [s for s in probes.samples[0] if len(s.tokens) < 400]
+    if not check_values(result, [s.logprobs for s in samples], [len(s.ids) for s in samples]):
+        return
     replica.drop_prefix_cache()
     again = replica.run([s.tokens for s in samples])
     theirs = [a.prompt_logprobs[len(s.prompt) - 1 :] for s, a in zip(samples, again, strict=True)]
-    check_agreement(result, theirs, [s.logprobs for s in samples], pair.limits, "scored against generated", [len(s.prompt) for s in samples])
+    check_agreement(
+        result, theirs, [s.logprobs for s in samples], pair.limits, "scored against generated", [len(s.prompt) for s in samples]
+    )
 
 
 def reference(pair: Pair, probes: Probes, result: CheckResult, model: Any) -> None:

@@ -22,7 +22,12 @@ CAP = 2.0
 
 def ratio(pair: Pair, result: CheckResult) -> None:
     """Weights of known log-ratios with the recipe's cap, the direction of the ratio, and the gradient -A w / tokens of each token."""
-    result.require(pair.trainer.cap == CAP, f"the recipe caps importance weights at {pair.trainer.cap}, not {CAP}", measured=pair.trainer.cap, limit=CAP)
+    result.require(
+        pair.trainer.cap == CAP,
+        f"the recipe caps importance weights at {pair.trainer.cap}, not {CAP}",
+        measured=pair.trainer.cap,
+        limit=CAP,
+    )
     rollout = torch.full((1, 5), -2.0)
     lp = (rollout + torch.tensor([LOG_RATIOS])).requires_grad_()
     loss, metrics = _loss(lp, rollout, torch.ones(1, 5), torch.ones(1, 5, dtype=torch.bool), 5)
@@ -49,17 +54,33 @@ def mask(pair: Pair, result: CheckResult) -> None:
     kept = torch.tensor([[True, False, True]])
     loss, metrics = _loss(lp, rollout, torch.tensor([[1.0, float("nan"), -1.0]]), kept, 2)
     loss.backward()
-    result.require(math.isclose(loss.item(), -1.0, rel_tol=1e-5), f"loss with a masked NaN is {loss.item():.4g}, known -1", measured=loss.item(), limit=-1.0)
+    result.require(
+        math.isclose(loss.item(), -1.0, rel_tol=1e-5),
+        f"loss with a masked NaN is {loss.item():.4g}, known -1",
+        measured=loss.item(),
+        limit=-1.0,
+    )
     gradient = lp.grad[0].tolist()
     wanted = [-0.5, 0.0, 0.5]
-    result.require(gradient == wanted, f"gradient with a masked token is {gradient}, known {wanted}: the mask or its denominator is wrong", Place(token=1))
+    result.require(
+        gradient == wanted,
+        f"gradient with a masked token is {gradient}, known {wanted}: the mask or its denominator is wrong",
+        Place(token=1),
+    )
     mean = metrics["tis/mean"].value
-    result.require(math.isclose(mean, 1.0, rel_tol=1e-5), f"mean weight with a masked token is {mean:.4g}, known 1", measured=mean, limit=1.0)
+    result.require(
+        math.isclose(mean, 1.0, rel_tol=1e-5), f"mean weight with a masked token is {mean:.4g}, known 1", measured=mean, limit=1.0
+    )
     # One token of loss 1 and nine of loss 0 in two micro-batches: 0.1, not 0.5.
     parts = [_loss(torch.full((1, 1), -1.0), torch.full((1, 1), -1.0), torch.ones(1, 1), torch.ones(1, 1), 10)[0]]
     parts.append(_loss(torch.full((1, 9), -1.0), torch.full((1, 9), -1.0), torch.zeros(1, 9), torch.ones(1, 9), 10)[0])
     total = float(sum(parts))
-    result.require(math.isclose(total, 0.1, rel_tol=1e-5), f"loss of micro-batches of 1 and 9 tokens is {total:.4g}, known 0.1", measured=total, limit=0.1)
+    result.require(
+        math.isclose(total, 0.1, rel_tol=1e-5),
+        f"loss of micro-batches of 1 and 9 tokens is {total:.4g}, known 0.1",
+        measured=total,
+        limit=0.1,
+    )
 
 
 def split(pair: Pair, probes: Probes, result: CheckResult) -> None:
@@ -70,7 +91,12 @@ def split(pair: Pair, probes: Probes, result: CheckResult) -> None:
     whole, _, gradients = pair.trainer.loss_and_gradients(samples, advantages, routes)
     longest = max(len(s.tokens) for s in samples)
     cut, _, others = pair.trainer.loss_and_gradients(samples, advantages, routes, max_tokens=longest)
-    result.require(math.isclose(whole, cut, rel_tol=1e-4, abs_tol=1e-6), f"loss is {whole:.6g} in one piece and {cut:.6g} in micro-batches", measured=cut, limit=whole)
+    result.require(
+        math.isclose(whole, cut, rel_tol=1e-4, abs_tol=1e-6),
+        f"loss is {whole:.6g} in one piece and {cut:.6g} in micro-batches",
+        measured=cut,
+        limit=whole,
+    )
     result.require(bool(gradients) and gradients.keys() == others.keys(), "micro-batches leave other parameters without gradient")
     for name, g in gradients.items():
         error, size = (g - others[name]).norm().item(), g.norm().item()

@@ -68,6 +68,9 @@ class Sample:
 class Replica:
     """One engine replica. Ranks answer in order; samebits' engine has one rank a replica."""
 
+    sampling: Mapping[str, Any] = {}
+    """Seam for faults: sampling parameters beside those of a check."""
+
     def __init__(self, config: DictConfig, index: int, seed: int) -> None:
         self.index = index
         try:
@@ -126,6 +129,7 @@ class Replica:
                 prompt_logprobs=0 if prompt_logprobs else None,
                 detokenize=False,
                 seed=None if seed is None else seed + i,
+                **self.sampling,
             )
             for i in range(len(prompts))
         ]
@@ -213,14 +217,11 @@ class TrainerSide:
         """Replace the adapter: `tensors` as the wire has them, scale folded into B. Raises `AdapterError`."""
         self.spec.check(tensors)
         scale = self.module.settings.scale
-        own = self.masters()
-        for name, want in tensors.items():
-            _, side = parse_name(name)
-            own[name].copy_(want.to(own[name]) / (scale if side == "B" else 1.0))
-        self._put(own)
-        self.engine.adapter_version = version
+        self.put_masters({n: t.float() / (scale if parse_name(n)[1] == "B" else 1.0) for n, t in tensors.items()}, version)
 
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+    def put_masters(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace the fp32 masters, as `masters` gives them."""
+        self.engine.adapter_version = version
         from samebits.quant.adapter import tensor_name
         from samebits.quant.roles import ModuleId
 
@@ -238,13 +239,13 @@ class TrainerSide:
                         local.copy_(whole)
 
     def randomise(self, seed: int, scale: float, version: int) -> None:
-        """An adapter with every element of A and B non-zero, different for every tensor: B is drawn at `scale` times 1 / rank."""
+        """fp32 masters that bf16 does not hold, every element of A and B non-zero and every tensor different."""
         g = torch.Generator().manual_seed(seed)
         tensors = {}
         for name, shape in self.spec.shapes().items():
             spread = shape[1] ** -0.5 if parse_name(name)[1] == "A" else scale / self.spec.rank**0.5
-            tensors[name] = (torch.randn(shape, generator=g) * spread).to(torch.bfloat16)
-        self.set_masters(tensors, version)
+            tensors[name] = torch.randn(shape, generator=g) * spread
+        self.put_masters(tensors, version)
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What verl would hand to the rollout: wire name to CPU tensor, and {version, profile}."""
@@ -378,12 +379,16 @@ class Pair:
                 return next((r for r in self.reports if r["replica"] == replica.index), None)
             tensors, origin = changed
         version = origin["version"]
+        refused = None
         with adapter_file(tensors, version, origin["profile"]) as (path, manifest):
             if version in replica.resident():
                 replica.rpc("samebits_remove_adapter", version)
-            held = replica.rpc("samebits_load_adapter", path, manifest.to_json())
+            try:
+                held = replica.rpc("samebits_load_adapter", path, manifest.to_json())
+            except AdapterError as error:
+                refused, held = str(error), []
         replica.drop_prefix_cache()
-        if not any(manifest.differences(Manifest.from_json(answer)) for answer in held):
+        if held and not any(manifest.differences(Manifest.from_json(answer)) for answer in held):
             replica.version = version
             for old in replica.resident() - {version}:
                 replica.rpc("samebits_remove_adapter", old)
@@ -395,6 +400,7 @@ class Pair:
             "seconds": time.time() - started,
             "sent": manifest.to_json(),
             "held": held,
+            "refused": refused,
         }
 
 

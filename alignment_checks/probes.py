@@ -26,8 +26,9 @@ FIRST_ID = 3
 class Probes:
     """Probe sequences of one seed for one pair, and the answers of both sides, each made when it is first asked for."""
 
-    def __init__(self, pair: Pair, seed: int = 0, short: Sequence[int] = SHORT, response: int = RESPONSE) -> None:
-        self.pair, self.seed, self.response = pair, seed, response
+    def __init__(self, pair: Pair, seed: int = 0, short: Sequence[int] = SHORT, response: int = RESPONSE, long: bool = True) -> None:
+        """`short`: prompt lengths, at least six, the last of them above a block. `long`: also ask for the long prompt in `samples`."""
+        self.pair, self.seed, self.response, self.with_long = pair, seed, response, long
         sparse = pair.trainer.dims.sparse
         self.long_length = max(16, sparse.topk) * sparse.block + sparse.block + 1
         g = torch.Generator().manual_seed(seed)
@@ -46,7 +47,8 @@ class Probes:
 
     def _ask(self, replica) -> list[Sample]:
         replica.drop_prefix_cache()
-        return replica.run(self.prompts, self.response) + replica.run([self.long], LONG_RESPONSE)
+        samples = replica.run(self.prompts, self.response)
+        return samples + (replica.run([self.long], LONG_RESPONSE) if self.with_long else [])
 
     @functools.cached_property
     def trained(self) -> list[list[Tensor]]:

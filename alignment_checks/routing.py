@@ -6,7 +6,8 @@ order, -1 in layers without experts. Row t holds the choices made while token t 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ def _check_layer(result: CheckResult, ids: np.ndarray, sequence: int, layer: int
         place = first(wrong)
         result.require(
             not wrong.any(),
-            f"layer {layer} is dense, but token {place.token} of sequence {sequence} has expert ids {_row(ids, place)} there (padding is -1)",
+            f"layer {layer} is dense, but token {place.token} of sequence {sequence} has ids {_row(ids, place)} there (padding is -1)",
             place,
         )
         return
@@ -64,7 +65,9 @@ def _check_layer(result: CheckResult, ids: np.ndarray, sequence: int, layer: int
         return
     wrong = (np.diff(ids, axis=1) <= 0).any(1)
     place = first(wrong)
-    message = f"token {place.token} of sequence {sequence} in layer {layer} has ids {_row(ids, place)}, not ascending: not captured, or reordered"
+    message = (
+        f"token {place.token} of sequence {sequence} in layer {layer} has ids {_row(ids, place)}, not ascending: not captured, or reordered"
+    )
     if not result.require(not wrong.any(), message, place):
         return
     if len(ids) >= REPEATED:
@@ -187,12 +190,18 @@ def _check_replayed_router(result: CheckResult, pair: Pair, layer: int) -> None:
         step = 1e-2 / direction.norm().item() * x.norm().item()
         with torch.no_grad():
             numeric = (forward(x + step * direction) - forward(x - step * direction)).item() / (2 * step)
-            frozen = _with_fixed_weights(block, x, far, weight, direction, step)
-            used = block.mlp(x, None, far)[1]
+            fixed = _with_fixed_weights(block, far, scores.gather(-1, far))
+            frozen = ((fixed(x + step * direction) - fixed(x - step * direction)).double() * weight).sum().item() / (2 * step)
+            out, used = block.mlp(x, None, far)[:2]
+            want = fixed(x)
     finally:
         block.reshard()
     kept = torch.equal(used.long(), far.long())
     result.require(kept, f"layer {layer}: the trainer did not use the replayed experts", Place(layer=layer))
+    error, limit = ((out - want).abs().max() / want.pow(2).mean().sqrt()).item(), max(pair.limits.relative, 1e-3)
+    message = f"layer {layer}: weights of replayed experts outside the top-k are not those of the dense logits: output off by {error:.2g}"
+    gate = Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.gate")
+    result.require(error <= limit, message, gate, error, limit)
     error = abs(analytic - numeric)
     # Without the router's part the gradient would be `frozen`: the two must be told apart, or nothing was shown.
     apart = abs(numeric - frozen)
@@ -200,21 +209,16 @@ def _check_replayed_router(result: CheckResult, pair: Pair, layer: int) -> None:
         f"layer {layer}: gradient through replayed experts outside the top-k is {analytic:.5g}, a central difference gives {numeric:.5g} "
         f"({frozen:.5g} without the router's part)"
     )
-    result.require(error < 0.25 * apart, message, Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.gate"), error, 0.25 * apart)
+    result.require(error < 0.25 * apart, message, gate, error, 0.25 * apart)
 
 
-def _with_fixed_weights(block, x: Tensor, ids: Tensor, weight: Tensor, direction: Tensor, step: float) -> float:
-    """The same central difference with the experts' weights held at x: what is left when the router passes no gradient."""
-    from samebits.kernels.moe import moe, route_weights
+def _with_fixed_weights(block: Any, ids: Tensor, scores: Tensor) -> Callable[[Tensor], Tensor]:
+    """The layer with the experts' weights held at normalised `scores` [T, k]: what is left when the router passes no gradient."""
+    from samebits.kernels.moe import moe
 
     mlp = block.mlp
-    fixed = route_weights(x @ mlp.gate.value().float().t(), ids, mlp.dims.routed_scale)
-
-    def forward(h: Tensor) -> Tensor:
-        out = moe(h, mlp.w13.value(), mlp.w2.value(), ids, fixed, mlp.dims.activation) + mlp.shared(h, None)
-        return (out.double() * weight).sum()
-
-    return (forward(x + step * direction) - forward(x - step * direction)).item() / (2 * step)
+    fixed = scores / scores.sum(-1, keepdim=True) * mlp.dims.routed_scale
+    return lambda h: moe(h, mlp.w13.value(), mlp.w2.value(), ids, fixed, mlp.dims.activation) + mlp.shared(h, None)
 
 
 def batching(pair: Pair, probes: Probes, result: CheckResult) -> None:
@@ -232,14 +236,22 @@ def batching(pair: Pair, probes: Probes, result: CheckResult) -> None:
 
 
 def _same_routes(result: CheckResult, alone: np.ndarray, other: np.ndarray, sequence: int, who: str, dims, limits: Limits) -> None:
-    if not result.require(alone.shape == other.shape, f"sequence {sequence}: {who} gives {other.shape}, alone {alone.shape}", Place(sequence=sequence)):
+    if not result.require(
+        alone.shape == other.shape, f"sequence {sequence}: {who} gives {other.shape}, alone {alone.shape}", Place(sequence=sequence)
+    ):
         return
     moe = list(dims.shape.moe_layers)
     wrong = (alone[:, moe] != other[:, moe]).any(2)
     share = 1 - float(wrong.mean()) if wrong.size else 1.0
     token, slot = (int(v[0]) for v in np.nonzero(wrong)) if wrong.any() else (None, None)
     place = Place(sequence=sequence, token=token, layer=None if slot is None else moe[slot])
-    result.require(share >= limits.agreement, f"sequence {sequence}: {who} takes other experts than alone, first at {place}", place, share, limits.agreement)
+    result.require(
+        share >= limits.agreement,
+        f"sequence {sequence}: {who} takes other experts than alone, first at {place}",
+        place,
+        share,
+        limits.agreement,
+    )
 
 
 def _check_padding(result: CheckResult, samples: Sequence[Sample], pair: Pair) -> None:

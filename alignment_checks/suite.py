@@ -7,13 +7,14 @@ is made, so that a check that never ran is missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 from . import adapters, bisect, logprobs, objective, routing
 from .pair import Pair
 from .probes import Probes
 from .reference_m3 import ReferenceM3
-from .report import CheckResult, Place, Report
+from .report import CheckResult, Finding, Place, Report
 
 CLASSES = ("weights", "routing", "logprobs", "objective")
 ADAPTER_SCALE = 1.0
@@ -116,3 +117,15 @@ def prepare(pair: Pair, seed: int = 0) -> None:
     pair.wire = None
     pair.trainer.randomise(seed, ADAPTER_SCALE, 1)
     pair.sync()
+
+
+def names_place(place: Place, findings: Iterable[Finding]) -> bool:
+    """Whether some finding names everything that `place` names."""
+    wanted = {k: v for k, v in asdict(place).items() if v is not None}
+    return any(all(_names(finding, key, value) for key, value in wanted.items()) for finding in findings)
+
+
+def _names(finding: Finding, key: str, value: object) -> bool:
+    if getattr(finding.place, key) == value:
+        return True
+    return key == "tensor" and str(value) in finding.message

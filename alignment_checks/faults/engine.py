@@ -1,0 +1,385 @@
+"""Faults in the serving model, in how requests reach an adapter, and in vLLM's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import samebits.rollout.attention as engine_attention
+import samebits.rollout.model as engine_model
+from samebits.alignment_checks.pair import Pair
+from samebits.alignment_checks.report import Place
+from samebits.kernels.moe import route_topk
+from samebits.kernels.rope import rope_table
+from samebits.rollout.slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
+
+from .base import engine_layer, fault, layers, replaced
+
+OPERATIONS = ("logprobs.operations", "logprobs.generated", "logprobs.reference")
+
+
+def _adapter_slots(pair: Pair) -> AdapterSlots:
+    return next(iter(pair.replicas[0].model.adapters())).slots
+
+
+@fault("engine", "weights.effect", "weights.isolation")
+def adapter_not_selected(pair: Pair) -> Iterator[Place]:
+    """Requests name the adapter, but the step runs on the base."""
+    with replaced(AdapterSlots, "select", lambda self, lora, tokens: (None, None)):
+        yield Place()
+
+
+@fault("engine", "weights.effect")
+def expert_adapter_ignored(pair: Pair) -> Iterator[Place]:
+    """The adapter of the experts is accepted and never multiplied."""
+    with replaced(ExpertsAdapter, "select", lambda self, tokens: (None, None)):
+        yield Place(tensor="expert.gate")
+
+
+@fault("engine", "weights.effect", "logprobs.operations")
+def projection_adapter_ignored(pair: Pair) -> Iterator[Place]:
+    """The adapter of one projection of one layer is accepted and never added."""
+    layer = layers(pair)[1]
+    with replaced(engine_layer(pair, layer).self_attn.o_proj, "adapter", _Inert(engine_layer(pair, layer).self_attn.o_proj.adapter)):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.o_proj")
+
+
+class _Inert:
+    """An adapter that is held and not added."""
+
+    def __init__(self, adapter: ProjectionAdapter) -> None:
+        self.adapter, self.slots = adapter, adapter.slots
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        """`out` as it is."""
+        return out
+
+    def views(self, slot: int) -> Any:
+        """What is held."""
+        return self.adapter.views(slot)
+
+
+@fault("engine", "weights.effect", *OPERATIONS)
+def delta_added_twice(pair: Pair) -> Iterator[Place]:
+    """The adapter's delta is summed over ranks that all hold the whole of it."""
+    add = ProjectionAdapter.add
+    with replaced(ProjectionAdapter, "add", lambda self, out, x: add(self, add(self, out, x), x)):
+        yield Place(layer=0)
+
+
+@fault("engine", "weights.isolation")
+def base_requests_adapted(pair: Pair) -> Iterator[Place]:
+    """Requests for the base get the adapter that is loaded."""
+    original = AdapterSlots.set_tokens
+
+    def set_tokens(self, adapter_ids) -> None:
+        resident = [i for i in self.occupants if i is not None]
+        original(self, [i if i > 0 or not resident else resident[-1] for i in adapter_ids])
+
+    with replaced(AdapterSlots, "set_tokens", set_tokens):
+        yield Place(replica=0)
+
+
+@fault("engine", "weights.held")
+def adapters_leak(pair: Pair) -> Iterator[Place]:
+    """Old adapter versions are never removed."""
+    with replaced(AdapterSlots, "release", lambda self, adapter_id: False):
+        yield Place(replica=0)
+
+
+@fault("engine", "weights.prefix_cache")
+def stale_prefix_cache(pair: Pair) -> Iterator[Place]:
+    """The prefix cache keeps keys and values of the adapter before."""
+    with replaced(type(pair.replicas[0]), "drop_prefix_cache", lambda self: None):
+        yield Place(replica=0)
+
+
+@fault("engine", *OPERATIONS)
+def router_in_bf16(pair: Pair) -> Iterator[Place]:
+    """Router logits are computed in bf16."""
+    original = engine_model.frozen_linear
+
+    def low(x: Tensor, weight: Tensor) -> Tensor:
+        return original(x.bfloat16().float(), weight.bfloat16().float()).bfloat16().float()
+
+    with replaced(engine_model, "frozen_linear", low):
+        layer = layers(pair)[1]
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.gate")
+
+
+@contextmanager
+def _routing(change: Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]) -> Iterator[None]:
+    with replaced(engine_model, "route_topk", change):
+        yield
+
+
+@fault("engine", *OPERATIONS)
+def router_weights_biased(pair: Pair) -> Iterator[Place]:
+    """Experts are weighted by the scores with the bias that is meant for the choice alone."""
+
+    def biased(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+        ids, _ = route_topk(logits, bias, k, scale)
+        scores = (torch.sigmoid(logits.float()) + bias + 0.1).gather(-1, ids)
+        return ids, scores / scores.sum(-1, keepdim=True) * scale
+
+    with _routing(biased):
+        layer = layers(pair)[1]
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.weights")
+
+
+@fault("engine", *OPERATIONS)
+def router_not_normalised(pair: Pair) -> Iterator[Place]:
+    """Weights of the chosen experts are not normalised."""
+
+    def plain(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+        ids, _ = route_topk(logits, bias, k, scale)
+        return ids, torch.sigmoid(logits.float()).gather(-1, ids) * scale
+
+    with _routing(plain):
+        layer = layers(pair)[1]
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.weights")
+
+
+@fault("engine", *OPERATIONS)
+def router_softmax(pair: Pair) -> Iterator[Place]:
+    """The router scores with a softmax instead of a sigmoid."""
+
+    def softmax(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+        scores = logits.float().softmax(-1)
+        ids = (scores + bias).topk(k, -1).indices.sort(-1).values
+        chosen = scores.gather(-1, ids)
+        return ids, chosen / chosen.sum(-1, keepdim=True) * scale
+
+    with _routing(softmax):
+        yield Place(layer=layers(pair)[1])
+
+
+@fault("engine", *OPERATIONS)
+def routed_scale_missing(pair: Pair) -> Iterator[Place]:
+    """The routed scaling factor is not applied in one layer."""
+    layer = layers(pair)[2]
+    with replaced(engine_layer(pair, layer).block_sparse_moe, "scale", 1.0):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.weights")
+
+
+@fault("engine", *OPERATIONS)
+def shared_expert_missing(pair: Pair) -> Iterator[Place]:
+    """The shared expert of one layer adds nothing."""
+    layer = layers(pair)[1]
+    shared = engine_layer(pair, layer).block_sparse_moe.shared_experts
+    with replaced(shared, "forward", lambda x: torch.zeros_like(x)):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.shared_experts.activation")
+
+
+@contextmanager
+def _activation(module: Any, **change: float) -> Iterator[None]:
+    with replaced(module, "activation", module.activation._replace(**change)):
+        yield
+
+
+@fault("engine", *OPERATIONS)
+def swiglu_beta_missing(pair: Pair) -> Iterator[Place]:
+    """SwiGLU-OAI without the 1 that is added to the up half."""
+    layer = layers(pair)[0]
+    with _activation(engine_layer(pair, layer).mlp, beta=0.0):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.mlp.activation")
+
+
+@fault("engine", *OPERATIONS)
+def swiglu_alpha_one(pair: Pair) -> Iterator[Place]:
+    """The experts' activation is a plain SiLU."""
+    layer = layers(pair)[1]
+    with _activation(engine_layer(pair, layer).block_sparse_moe.experts, alpha=1.0):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.experts")
+
+
+@fault("engine", *OPERATIONS)
+def norm_without_one(pair: Pair) -> Iterator[Place]:
+    """A Gemma norm multiplies with w instead of 1 + w."""
+    layer = layers(pair)[0]
+    norm = engine_layer(pair, layer).input_layernorm
+    forward = norm.forward
+
+    def plain(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, total = forward(x, residual)
+        return out / (1 + norm.weight) * norm.weight, total
+
+    with replaced(norm, "forward", plain):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.input_layernorm")
+
+
+@fault("engine", *OPERATIONS)
+def query_norm_missing(pair: Pair) -> Iterator[Place]:
+    """Queries of one layer are not normed by head."""
+    layer = layers(pair)[1]
+    with replaced(engine_layer(pair, layer).self_attn.q_norm, "forward", lambda x: x):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.q")
+
+
+@contextmanager
+def _tables(pair: Pair, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Iterator[None]:
+    model = pair.replicas[0].model.model
+    before = model.cos.clone(), model.sin.clone()
+    for buffer, value in zip((model.cos, model.sin), change(*before), strict=True):
+        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in zip((model.cos, model.sin), before, strict=True):
+            buffer.copy_(value)
+
+
+@fault("engine", *OPERATIONS)
+def rope_base_default(pair: Pair) -> Iterator[Place]:
+    """Rotary embedding with another base frequency than the model's."""
+    dims = pair.trainer.dims
+    with _tables(pair, lambda cos, sin: rope_table(len(cos), dims.rotary_dim, dims.rope_theta * 3, cos.device)):
+        yield Place(layer=0, tensor="model.layers.0.self_attn.q")
+
+
+@fault("engine", *OPERATIONS)
+def positions_from_one(pair: Pair) -> Iterator[Place]:
+    """Positions start at 1, which only a wrong mixture of tables shows: cosines are shifted, sines are not."""
+    with _tables(pair, lambda cos, sin: (cos.roll(-1, 0), sin)):
+        yield Place(layer=0, tensor="model.layers.0.self_attn.q")
+
+
+@fault("engine", "routing.blocks")
+def block_choice_not_causal(pair: Pair) -> Iterator[Place]:
+    """The indexer scores blocks that lie after the query."""
+    original = engine_attention.select_blocks
+
+    def ahead(index_q: Tensor, index_k: Tensor, q_pos: Tensor, config: Any) -> Tensor:
+        last = q_pos.amax(-1, keepdim=True).expand_as(q_pos)
+        return original(index_q, index_k, torch.where(q_pos >= 0, last, q_pos), config)
+
+    with replaced(engine_attention, "select_blocks", ahead):
+        yield Place(layer=layers(pair)[1])
+
+
+@contextmanager
+def _sparse(pair: Pair, layer: int, **change: int) -> Iterator[None]:
+    cache = engine_layer(pair, layer).self_attn.attn
+    with replaced(cache, "sparse", cache.sparse._replace(**change)):
+        yield
+
+
+@fault("engine", "routing.blocks")
+def local_block_missing(pair: Pair) -> Iterator[Place]:
+    """A query's own block is not forced into its choice."""
+    layer = layers(pair)[2]
+    with _sparse(pair, layer, local_blocks=0):
+        yield Place(layer=layer)
+
+
+@fault("engine", "routing.blocks")
+def fewer_blocks(pair: Pair) -> Iterator[Place]:
+    """One layer reads one block less than the model's top-k."""
+    layer = layers(pair)[1]
+    with _sparse(pair, layer, topk=pair.trainer.dims.sparse.topk - 1):
+        yield Place(layer=layer)
+
+
+@fault("engine", "routing.blocks")
+def index_keys_lost(pair: Pair) -> Iterator[Place]:
+    """Index keys are not written into the cache, the third lane of a page."""
+    layer = layers(pair)[2]
+    cache = engine_layer(pair, layer).self_attn.attn
+    original = cache._write
+
+    def write(slots: Tensor, *parts: Tensor) -> None:
+        original(slots, *parts[:2], torch.ones_like(parts[2]))
+
+    with replaced(cache, "_write", write):
+        yield Place(layer=layer)
+
+
+@fault("engine", *OPERATIONS)
+def kv_scale_wrong(pair: Pair) -> Iterator[Place]:
+    """Keys of one layer enter the cache under another scale than they are read with."""
+    layer = layers(pair)[1]
+    cache = engine_layer(pair, layer).self_attn.attn
+    original = cache._write
+    with replaced(cache, "_write", lambda slots, k, *rest: original(slots, k * 1.25, *rest)):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.k")
+
+
+@fault("engine", *OPERATIONS)
+def kv_rounded_to_fp8(pair: Pair) -> Iterator[Place]:
+    """The engine keeps values in an FP8 cache, the trainer does not."""
+    layer = layers(pair)[0]
+    cache = engine_layer(pair, layer).self_attn.attn
+    original = cache._write
+
+    def write(slots: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        original(slots, k, v.to(torch.float8_e4m3fn).to(v.dtype), *rest)
+
+    with replaced(cache, "_write", write):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.v")
+
+
+@fault("engine", *OPERATIONS)
+def last_key_masked(pair: Pair) -> Iterator[Place]:
+    """Attention leaves out the newest key: the tail's mask is one short."""
+    original = engine_attention.attend
+
+    def short(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return original(q, k, v, torch.where(q_pos > 0, q_pos - 1, q_pos), *rest, **options)
+
+    with replaced(engine_attention, "attend", short):
+        yield Place(layer=0, tensor="model.layers.0.self_attn.attention")
+
+
+@fault("engine", *OPERATIONS)
+def attention_scale_wrong(pair: Pair) -> Iterator[Place]:
+    """Attention scores are scaled by the hidden size instead of the head size."""
+    layer = layers(pair)[0]
+    cache = engine_layer(pair, layer).self_attn.attn
+    with replaced(cache, "scale", cache.scale * 0.9):
+        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.attention")
+
+
+def _sampler(pair: Pair) -> Any:
+    core = pair.replicas[0].llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner.sampler
+
+
+@fault("engine", "logprobs.temperature")
+def raw_logprobs(pair: Pair) -> Iterator[Place]:
+    """The engine returns logprobs of the logits before the temperature."""
+    sampler = _sampler(pair)
+    with replaced(sampler, "logprobs_mode", "raw_logprobs"), replaced(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs"):
+        yield Place()
+
+
+@fault("engine", "logprobs.temperature")
+def temperature_twice(pair: Pair) -> Iterator[Place]:
+    """The engine divides the logits by the temperature twice."""
+    sampler = _sampler(pair)
+    original = sampler.apply_temperature
+
+    def twice(logits: Tensor, temp: Tensor, *rest: Any) -> Tensor:
+        return original(original(logits, temp, *rest), temp, *rest)
+
+    with replaced(sampler, "apply_temperature", staticmethod(twice).__func__):
+        yield Place()
+
+
+@fault("engine", "logprobs.generated")
+def top_p_below_one(pair: Pair) -> Iterator[Place]:
+    """The engine samples with top-p 0.9: its logprobs are renormalised over the tokens that were kept."""
+    with replaced(type(pair.replicas[0]), "sampling", {"top_p": 0.9}):
+        yield Place()
+
+
+@fault("engine", "logprobs.generated")
+def token_banned(pair: Pair) -> Iterator[Place]:
+    """The engine never samples some tokens and renormalises over the rest."""
+    with ExitStack() as stack:
+        banned = torch.arange(3, pair.vocabulary, 2)
+        stack.enter_context(replaced(pair.replicas[0].model, "_forbidden", banned))
+        yield Place()
