@@ -1,4 +1,4 @@
-"""The command line: `samebits train`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
+"""The command line: `samebits train`, `samebits verify`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from .plan_cli import plan_app
 from .terminal import fail
+from .verify_cli import verify_app
 
 app = typer.Typer(
     name="samebits",
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(plan_app, name="plan")
+app.add_typer(verify_app, name="verify")
 console = Console()
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -59,6 +60,10 @@ class Checks:
 
     max_kl: float = 0.03
     """Highest `mismatch/kl` of a step."""
+    kl_warn: float = 5.0e-3
+    """`mismatch/kl` from which on a full check warns."""
+    every: int = 50
+    """Steps from one full check to the next; the first step of every start has one as well. 0: only that one."""
     base_weights: bool = True
     """Compare the engine's base weights with the checkpoint before the first step."""
 
@@ -121,7 +126,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
     Returns the recipe's own keys and verl's complete configuration, not yet validated (see `validate.validate`).
     Raises `RecipeError` on a missing file, bad YAML, an unknown key or a value of the wrong type.
     """
-    layers = _layers(Path(path))
+    return compose(_layers(Path(path)), overrides)
+
+
+def compose(layers: Sequence[DictConfig], overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
+    """`load_recipe` of layers that were read already, the later above the earlier."""
+    layers = list(layers)
     try:
         layers.append(OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, ValueError) as error:
@@ -172,7 +182,7 @@ def _composed_defaults() -> DictConfig:
         # By folder, since the module's name would import verl, which takes seconds that a refused recipe need not cost.
         verl = importlib.util.find_spec("verl")
         initialize_config_dir(str(Path(verl.origin).parent / "trainer" / "config"), version_base=None)
-    config = compose("ppo_trainer")
+    config = hydra.compose("ppo_trainer")
     OmegaConf.set_struct(config, True)
     OmegaConf.set_struct(config.actor_rollout_ref.rollout.engine_kwargs, False)  # vLLM's own arguments, which vLLM checks
     return config

@@ -6,6 +6,8 @@ is not finished before the answers agree. Each step becomes one line of `metrics
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import shutil
 import time
@@ -14,21 +16,21 @@ from typing import Any
 
 import numpy as np
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync, verify_unchanged_base
+from samebits.alignment_checks.in_run import AgreementLost, History, check_bases, check_batch, require_agreement
+from samebits.alignment_checks.limits import Limits
+from samebits.alignment_checks.report import recorded
+from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_sync, verify_unchanged_base
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
+from samebits.trainer.m3_config import M3Dims
 
 from .config import Recipe
 from .run_dir import MetricsLog
-
-
-class AgreementLost(RuntimeError):
-    """Trainer and engine drifted further apart than the recipe allows."""
-
 
 # Names in metrics.jsonl of what verl's actor update reports.
 _ACTOR_KEYS = (
@@ -52,23 +54,25 @@ class SamebitsTrainer(PPOTrainerSync):
         self.recipe = recipe
         self.log = MetricsLog(recipe.folder / "metrics.jsonl")
         self.replay_buffer.poll_interval = 0.02  # samples are complete when a step asks for them
+        self.history = History(recipe.folder)
+        self._base: dict[str, str] = {}
+        self._full_check_due = True
         self._step_metrics: dict[str, Any] = {}
         self._save_due = False
 
     def on_init_end(self) -> None:
         """First sync, then the preflight: nothing is sampled before every replica proved what it holds."""
         self.log.truncate_after(self.global_steps)
+        self.history.truncate_after(self.global_steps)
         super().on_init_end()
         servers = self.llm_server_manager.server_handles
         for i, hashes in enumerate(ray.get([s.profile_hashes.remote() for s in servers])):
             for rank, found in enumerate(hashes):
                 require_same(f"engine replica {i} rank {rank}", found, "the trainer", self.recipe.profile.hash)
         if self.recipe.checks.base_weights:
-            expected = checkpoint_digests(Checkpoint(self.recipe.model_path))
-            verify_unchanged_base(self.recipe.folder / "base.json", expected, fresh=self.global_steps == 0)
-            for i, ranks in enumerate(ray.get([s.base_digests.remote() for s in servers])):
-                for rank, held in enumerate(ranks):
-                    verify_base(expected, held, f"replica {i} rank {rank}")
+            self._base = checkpoint_digests(Checkpoint(self.recipe.model_path))
+            verify_unchanged_base(self.recipe.folder / "base.json", self._base, fresh=self.global_steps == 0)
+            self._require("preflight", [self._check_bases()])
         self._verify_sync()
 
     def on_step_end(self) -> None:
@@ -76,9 +80,66 @@ class SamebitsTrainer(PPOTrainerSync):
         super().on_step_end()
         self._verify_sync()
 
+    def _check_bases(self):
+        return check_bases(self._base, ray.get([s.base_digests.remote() for s in self.llm_server_manager.server_handles]))
+
+    def _require(self, occasion: str, results: list) -> None:
+        """Into the history, then hold the results against the job's right to go on."""
+        self.history.write(self.global_steps, occasion, results)
+        require_agreement(self.global_steps, results)
+
+    def _compute_old_log_prob(self, batch, metrics):
+        batch = super()._compute_old_log_prob(batch, metrics)
+        every = self.recipe.checks.every
+        if self._full_check_due or (every and self.global_steps % every == 0):
+            started = time.perf_counter()
+            self._full_check(batch)
+            self._full_check_due = False
+            self._step_metrics["time/check"] = time.perf_counter() - started
+        return batch
+
+    def _full_check(self, batch) -> None:
+        """The trainer scores the batch before it learns from it: its logprobs and the routes against the engine's, and the base again."""
+        fields = ["prompts", "responses", "rollout_log_probs", "response_mask", "log_probs"]
+        replays = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+        asked = copy.copy(batch)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        asked.extra_info = dict(batch.extra_info) | {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        self.actor_rollout_wg.compute_log_prob(asked)
+        wanted = [*fields, "routed_experts"] if replays else fields
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted)
+        real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        rows = {name: data[name].unbind() for name in wanted}
+        prompts, responses = ([len(rows[name][i]) for i in real] for name in ("prompts", "responses"))
+        # Position t of the trainer's row scores token t + 1.
+        trainer = [rows["log_probs"][i][p - 1 : p - 1 + r].float() for i, p, r in zip(real, prompts, responses, strict=True)]
+        routes = None
+        if replays:
+            routes = [rows["routed_experts"][i][: p + r - 1].numpy() for i, p, r in zip(real, prompts, responses, strict=True)]
+        limits = Limits.of(self.recipe.profile, self.recipe.checks.kl_warn, self.recipe.checks.max_kl)
+        engine = [rows["rollout_log_probs"][i].float() for i in real]
+        results = check_batch(trainer, engine, routes, prompts, responses, self._dims, limits)
+        if self.recipe.checks.base_weights:
+            results.append(self._check_bases())
+        self._require("full", results)
+
+    @functools.cached_property
+    def _dims(self) -> M3Dims:
+        return M3Dims.from_config(Checkpoint(self.recipe.model_path).config)
+
     def _verify_sync(self) -> None:
         reports = ray.get([s.sync_report.remote() for s in self.llm_server_manager.server_handles])
-        verdict = verify_sync(reports, self.global_steps, self.recipe.profile.hash)
+        with recorded("weights.held") as result:
+            try:
+                verdict = verify_sync(reports, self.global_steps, self.recipe.profile.hash)
+            except WeightMismatch as error:
+                result.require(False, str(error))
+            else:
+                result.compared = verdict.tensors * verdict.ranks
+                result.metrics = {"tensors": verdict.tensors, "bytes": verdict.bytes, "ranks": verdict.ranks}
+        self.history.write(self.global_steps, "sync", [result])
+        if result.findings:
+            raise WeightMismatch(result.findings[0].message)
         self._step_metrics |= {
             "sync/tensors": verdict.tensors,
             "sync/bytes": verdict.bytes,

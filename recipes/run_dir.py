@@ -15,12 +15,16 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
-from .config import Recipe, RecipeError
+from samebits.quant.adapter import AdapterSpec, load_peft
+
+from .config import Recipe, RecipeError, compose
 
 # Keys that may change between the start and the resumption of a run.
 # The checkpoints lie in the run directory, which may have been moved.
@@ -110,6 +114,26 @@ def prepare(recipe: Recipe, verl: DictConfig) -> None:
     staging = path.with_suffix(".tmp")
     staging.write_text(OmegaConf.to_yaml(OmegaConf.create(ours)))
     os.replace(staging, path)
+
+
+def load_run(folder: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
+    """Recipe and verl's configuration that a run directory was started with. Raises `RecipeError`."""
+    path = folder / "config.yaml"
+    try:
+        stored = OmegaConf.load(path)
+        return compose([stored.recipe, stored.verl], overrides)
+    except RecipeError:
+        raise
+    except Exception as error:  # yaml's and omegaconf's errors have no common base
+        raise RecipeError(f"{path} cannot be read ({type(error).__name__}): it should hold the configuration of a run") from None
+
+
+def adapter_of(folder: Path, spec: AdapterSpec) -> tuple[int, dict[str, Tensor]]:
+    """(version, tensors) of the newest adapter of a run. Raises `RecipeError` where it has none, `AdapterError` where it is not `spec`'s."""
+    steps = sorted(int(p.name.removeprefix("step_")) for p in (folder / "adapters").glob("step_*"))
+    if not steps:
+        raise RecipeError(f"{folder} has no adapter yet: its first checkpoint was not written")
+    return steps[-1], load_peft(folder / "adapters" / f"step_{steps[-1]}", spec)
 
 
 def _trained(folder: Path) -> bool:

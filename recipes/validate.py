@@ -40,6 +40,10 @@ def validate(recipe: Recipe, verl: DictConfig) -> AdapterSpec:
         raise RecipeError(f"fault.kind: unknown fault {recipe.fault.kind!r}; known: skip_sync")
     if not recipe.checks.max_kl > 0:
         raise RecipeError(f"checks.max_kl must be positive, not {recipe.checks.max_kl}")
+    if not recipe.checks.kl_warn > 0:
+        raise RecipeError(f"checks.kl_warn must be positive, not {recipe.checks.kl_warn}")
+    if recipe.checks.every < 0:
+        raise RecipeError(f"checks.every must not be negative, it is {recipe.checks.every}")
     if not 0 <= recipe.seed < 2**31:
         raise RecipeError(f"seed must lie within 0 and 2147483647, not {recipe.seed}")
     if recipe.name != Path(recipe.name).name or recipe.name in ("", ".", ".."):

@@ -21,7 +21,7 @@ class Fault:
     """One line for people."""
     seam: str
     caught_by: tuple[str, ...]
-    """Checks of which at least one must disagree."""
+    """Checks that must disagree, each of them."""
     inject: Callable[[Pair], AbstractContextManager[Place]]
     replicas: int = 1
     """Engine replicas that it takes."""

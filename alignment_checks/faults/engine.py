@@ -14,6 +14,7 @@ import samebits.rollout.model as engine_model
 from samebits.alignment_checks.pair import Pair
 from samebits.alignment_checks.report import Place
 from samebits.kernels.moe import route_topk
+from samebits.kernels.msa import attend
 from samebits.kernels.rope import rope_table
 from samebits.rollout.slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
 
@@ -341,6 +342,38 @@ def attention_scale_wrong(pair: Pair) -> Iterator[Place]:
     cache = engine_layer(pair, layer).self_attn.attn
     with replaced(cache, "scale", cache.scale * 0.9):
         yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.attention")
+
+
+@fault("engine", "logprobs.variants")
+def chunk_forgets_prefix(pair: Pair) -> Iterator[Place]:
+    """A prefill that continues a prefix, cached or of an earlier chunk, does not attend to it."""
+    original = engine_attention.PagedCache.forward
+
+    def forward(self, q: Tensor, *rest: Any) -> Tensor:
+        with replaced(engine_attention, "attend", _without_prefix):
+            return original(self, q, *rest)
+
+    def _without_prefix(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, *rest: Any, **options: Any) -> Tensor:
+        first = q_pos.masked_fill(q_pos < 0, 1 << 30).amin(-1)
+        if q.shape[1] == 1 or int(first.max()) == 0:
+            return attend(q, k, v, q_pos, *rest, **options)
+        # Keys before the first query become those at it: what is left is attention within the chunk.
+        keys = torch.maximum(torch.arange(k.shape[1], device=q.device), first[:, None]).clamp_max(k.shape[1] - 1)
+        pick = keys[:, :, None, None].expand(-1, -1, *k.shape[2:])
+        return attend(q, k.gather(1, pick), v.gather(1, pick), q_pos, *rest, **options)
+
+    with replaced(engine_attention.PagedCache, "forward", forward):
+        yield Place()
+
+
+@fault("engine", "logprobs.variants")
+def rounding_by_batch(pair: Pair) -> Iterator[Place]:
+    """A large batch is computed in another precision than a small one."""
+    layer = layers(pair)[0]
+    mlp = engine_layer(pair, layer).mlp
+    original = mlp.forward
+    with replaced(mlp, "forward", lambda x: original(x.to(torch.float8_e4m3fn).to(x.dtype) if len(x) > 1500 else x)):
+        yield Place()
 
 
 def _sampler(pair: Pair) -> Any:

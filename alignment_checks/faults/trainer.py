@@ -94,7 +94,7 @@ def trainer_temperature_twice(pair: Pair) -> Iterator[Place]:
         yield Place()
 
 
-@fault("trainer", "logprobs.generated", "logprobs.prompt")
+@fault("trainer", "logprobs.generated")
 def labels_not_shifted(pair: Pair) -> Iterator[Place]:
     """The trainer scores each token with the logits that follow it."""
     with _packed(lambda batch: batch._replace(labels=batch.tokens)):

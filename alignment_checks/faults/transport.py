@@ -42,7 +42,7 @@ def _routes(change: Callable[[np.ndarray], np.ndarray | None]) -> Iterator[None]
         yield
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.rows")
 def routes_dropped(pair: Pair) -> Iterator[Place]:
     """A list of allowed fields leaves the routes out."""
     with _routes(lambda r: None):
@@ -57,7 +57,7 @@ def routes_shifted_by_dense_layers(pair: Pair) -> Iterator[Place]:
         yield Place(layer=0)
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.agreement")
 def routes_of_neighbouring_layer(pair: Pair) -> Iterator[Place]:
     """Two layers with experts get each other's routes."""
     _, first, last = layers(pair)
@@ -78,7 +78,7 @@ def routes_layer_first(pair: Pair) -> Iterator[Place]:
         yield Place(layer=0)
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.agreement")
 def routes_physical_ids(pair: Pair) -> Iterator[Place]:
     """Expert load balancing returns ids of physical slots instead of logical experts."""
     count = pair.trainer.dims.shape.experts
@@ -104,21 +104,21 @@ def routes_redundant_ids(pair: Pair) -> Iterator[Place]:
         yield Place(layer=last)
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.rows")
 def routes_padded_with_zero(pair: Pair) -> Iterator[Place]:
     """Layers without experts are padded with expert 0 instead of -1."""
     with _routes(lambda r: np.maximum(r, 0)):
         yield Place(layer=layers(pair)[0])
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.rows")
 def routes_without_last_row(pair: Pair) -> Iterator[Place]:
     """The last row is cut off: prompt + response - 2 rows."""
     with _routes(lambda r: r[:-1]):
         yield Place(sequence=0)
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.rows")
 def routes_of_response_only(pair: Pair) -> Iterator[Place]:
     """Routes of the prompt are missing, as after a split of prefill and decode."""
 
@@ -148,14 +148,14 @@ def routes_repeated(pair: Pair) -> Iterator[Place]:
         yield Place(layer=layers(pair)[1])
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.agreement")
 def routes_one_token_late(pair: Pair) -> Iterator[Place]:
     """Routes are shifted by one token."""
     with _routes(lambda r: np.roll(r, 1, axis=0)):
         yield Place(layer=layers(pair)[1])
 
 
-@fault("transport", *ROUTES)
+@fault("transport", "routing.agreement")
 def routes_of_other_sequence(pair: Pair) -> Iterator[Place]:
     """Rows of a sequence are in reverse order, as when a batch is put together from the wrong side."""
     with _routes(lambda r: r[::-1].copy()):

@@ -1,0 +1,352 @@
+"""`samebits verify`: do trainer and engine of a recipe, or of a run, compute the same?
+
+Both sides are started in this process, exchange an adapter, and are compared; see `samebits.alignment_checks`. What the libraries print
+goes into a log file, whose name is given when something fails. A watchdog ends a check that hangs: no verdict is never a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .terminal import fail, write_json
+
+verify_app = typer.Typer(help="Prove that trainer and engine agree, or name what does not.", no_args_is_help=True)
+
+Subject = Annotated[str, typer.Argument(help="recipe, or the directory of a run: then with its newest adapter")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")]
+Inject = Annotated[str | None, typer.Option(help="inject a fault of the catalogue, to see it caught")]
+Seed = Annotated[int, typer.Option(min=0, help="seed of the probes")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write the report here")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="write the report as one page here")]
+Timeout = Annotated[int, typer.Option(min=10, help="seconds after which it ends without a verdict")]
+Bisect = Annotated[bool, typer.Option("--bisect", help="show both forwards operation by operation")]
+Only = Annotated[list[str] | None, typer.Option("--check", help="make only this check (repeatable)")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show what verl and vLLM print")]
+
+
+@verify_app.callback(invoke_without_command=True)
+def faults(
+    context: typer.Context,
+    list_faults: Annotated[bool, typer.Option("--list-faults", help="one name and one line for each fault that --inject takes")] = False,
+) -> None:
+    """Prove that trainer and engine agree, or name what does not. Exit status: 0 agree, 1 disagree, 2 could not be checked."""
+    if list_faults:
+        _quieten()
+        from samebits.alignment_checks.faults import CATALOGUE
+
+        width = max(map(len, CATALOGUE))
+        for fault in CATALOGUE.values():
+            print(f"{fault.name:{width}}  {fault.summary}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise fail("say what to verify: weights, routing, logprobs, objective, all or server")
+
+
+@verify_app.command("all")
+def everything(
+    subject: Subject,
+    overrides: Overrides = None,
+    inject: Inject = None,
+    check: Only = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+    timeout: Timeout = 1800,
+    bisect: Bisect = False,
+    verbose: Verbose = False,
+) -> None:
+    """All checks: weights, routing, logprobs and the objective."""
+    _verify("all", subject, overrides, inject, check, seed, json, html, timeout, bisect, verbose)
+
+
+@verify_app.command()
+def weights(
+    subject: Subject,
+    overrides: Overrides = None,
+    inject: Inject = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+    timeout: Timeout = 1800,
+    verbose: Verbose = False,
+) -> None:
+    """Does every engine hold exactly the weights that were sent, and use them?"""
+    _verify("weights", subject, overrides, inject, None, seed, json, html, timeout, False, verbose)
+
+
+@verify_app.command()
+def routing(
+    subject: Subject,
+    overrides: Overrides = None,
+    inject: Inject = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+    timeout: Timeout = 1800,
+    verbose: Verbose = False,
+) -> None:
+    """Do both sides route each token to the same experts and blocks, and does the replay replay?"""
+    _verify("routing", subject, overrides, inject, None, seed, json, html, timeout, False, verbose)
+
+
+@verify_app.command()
+def logprobs(
+    subject: Subject,
+    overrides: Overrides = None,
+    inject: Inject = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+    timeout: Timeout = 1800,
+    bisect: Bisect = False,
+    verbose: Verbose = False,
+) -> None:
+    """Do both sides give the same tokens the same probability, on every path?"""
+    _verify("logprobs", subject, overrides, inject, None, seed, json, html, timeout, bisect, verbose)
+
+
+@verify_app.command()
+def objective(
+    subject: Subject,
+    overrides: Overrides = None,
+    inject: Inject = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+    timeout: Timeout = 1800,
+    verbose: Verbose = False,
+) -> None:
+    """Does the trainer's loss weigh, mask and average as it should?"""
+    _verify("objective", subject, overrides, inject, None, seed, json, html, timeout, False, verbose)
+
+
+def _verify(
+    which: str,
+    subject: str,
+    overrides: list[str] | None,
+    inject: str | None,
+    only: list[str] | None,
+    seed: int,
+    json: Path | None,
+    html: Path | None,
+    timeout: int,
+    bisect: bool,
+    verbose: bool,
+) -> None:
+    for path in (json, html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise fail(f"{path}: there is no folder {path.absolute().parent}")
+    if not verbose:
+        _quieten()
+    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
+    with _log(verbose) as (console, errors, log):
+        watchdog = _watchdog(timeout, errors, log)
+        try:
+            report, steps = _report(which, subject, overrides or [], inject, only, seed, console)
+        except KeyboardInterrupt:
+            raise _end(errors, "interrupted", 130) from None
+        except _Refused as error:
+            raise _end(errors, str(error), 2) from None
+        finally:
+            watchdog.cancel()
+        _show(report, console)
+        if bisect:
+            _show_steps(steps, console)
+        write_json(json, report.to_json())
+        if html is not None:
+            from samebits.alignment_checks.html import write_html
+
+            try:
+                write_html(html, report)
+            except ValueError as error:
+                raise _end(errors, str(error), 2) from None
+        if report.verdict == "error":
+            console.print(f"what the libraries printed is in {log}", highlight=False, soft_wrap=True)
+        raise typer.Exit(report.exit_status)
+
+
+class _Refused(Exception):
+    """Nothing could be checked. The message is one line."""
+
+
+def _report(which: str, subject: str, overrides: list[str], inject: str | None, only: list[str] | None, seed: int, console: Console):
+    from .config import RecipeError, load_recipe
+    from .run_dir import adapter_of, load_run
+
+    try:
+        is_run = (Path(subject) / "config.yaml").is_file()
+        recipe, verl = load_run(Path(subject), overrides) if is_run else load_recipe(subject, overrides)
+        from .validate import validate
+
+        spec = validate(recipe, verl)
+        adapter = adapter_of(Path(subject), spec) if is_run else None
+    except (RecipeError, ValueError, OSError) as error:
+        raise _Refused(str(error)) from None
+    from samebits.alignment_checks import pair as pairs
+    from samebits.alignment_checks import suite
+    from samebits.alignment_checks.faults import CATALOGUE
+    from samebits.alignment_checks.limits import Limits
+    from samebits.alignment_checks.report import Report
+
+    fault = CATALOGUE.get(inject) if inject else None
+    if inject and fault is None:
+        raise _Refused(f"there is no fault {inject!r}; --list-faults lists them")
+    names = suite.names_of(which)
+    if only:
+        unknown = [n for n in only if n not in names]
+        if unknown:
+            raise _Refused(f"there is no check {unknown[0]!r}; checks: {', '.join(names)}")
+        names = [n for n in names if n in only]
+    from .job import versions
+
+    limits = Limits.of(recipe.profile, recipe.checks.kl_warn, recipe.checks.max_kl)
+    replicas = max(fault.replicas if fault else 1, _replicas(verl))
+    with console.status("starting trainer and engine"):
+        try:
+            pair = pairs.start(verl, recipe.model_path, limits, _vocabulary(recipe.model_path), seed, replicas)
+        except pairs.PairError as error:
+            raise _Refused(str(error)) from None
+    settings: dict[str, Any] = {
+        "profile": recipe.profile.name,
+        "profile_hash": recipe.profile.hash,
+        "fault": f"{fault.name}: {fault.summary}" if fault else None,
+        "seed": seed,
+        "replicas": replicas,
+        "limits": {name: getattr(limits, name) for name in limits.__slots__},
+    }
+    report = Report(subject, names, settings=settings, versions=versions())
+    checks = suite.Suite(pair, seed)
+    with console.status("exchanging adapters") as status:
+        suite.prepare(pair, seed)
+        with fault.inject(pair) if fault else nullcontext():
+            if adapter is None:
+                suite.advance(pair, seed + 1)
+            else:
+                version, tensors = adapter
+                pair.trainer.set_masters(tensors, version)
+                report.settings["adapter_version"] = version
+            pair.sync()
+
+            def on_result(result: Any) -> None:
+                done = len(report.results) + 1
+                status.update(f"{result.name}: {result.status}   ({done} of {len(names)} checks)")
+
+            checks.run(names, report, on_result)
+    return report, checks.steps
+
+
+def _replicas(verl: Any) -> int:
+    rollout = verl.actor_rollout_ref.rollout
+    return max(1, verl.trainer.nnodes * verl.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size)
+
+
+def _vocabulary(folder: Path) -> int:
+    from transformers import AutoTokenizer
+
+    return len(AutoTokenizer.from_pretrained(folder))
+
+
+_MARKS = {"agree": "[green]agrees[/]", "disagree": "[red]disagrees[/]", "error": "[yellow]not checked[/]"}
+_SHOWN = 12
+
+
+def _show(report: Any, console: Console) -> None:
+    table = Table(title=f"{report.subject}: trainer against engine")
+    for name, justify in (("check", "left"), ("verdict", "left"), ("compared", "right"), ("seconds", "right"), ("measured", "left")):
+        table.add_column(name, justify=justify)
+    for result in report.results:
+        measured = ", ".join(f"{k} {v:.3g}" for k, v in _telling(result.metrics))
+        table.add_row(result.name, _MARKS[result.status], str(result.compared), f"{result.seconds:.1f}", measured)
+    console.print(table)
+    findings = list(report.findings())
+    for name, finding in findings[:_SHOWN]:
+        console.print(f"{name}: {finding.message}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if len(findings) > _SHOWN:
+        console.print(f"and {len(findings) - _SHOWN} more; --json has all of them")
+    for result in report.results:
+        if result.status == "error":
+            why = result.error or "there was nothing to compare"
+            console.print(f"{result.name} could not be checked: {why}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    for name in report.missing:
+        console.print(f"{name} was not made", style="yellow")
+    if report.settings["fault"]:
+        console.print(f"injected fault: {report.settings['fault']}", highlight=False, soft_wrap=True)
+    words = {"agree": "trainer and engine agree", "disagree": "trainer and engine DISAGREE", "error": "could not be checked"}
+    console.print(words[report.verdict], style={"agree": "bold green", "disagree": "bold red", "error": "bold yellow"}[report.verdict])
+
+
+def _telling(metrics: dict[str, float]) -> list[tuple[str, float]]:
+    """The few metrics that a row has room for."""
+    wanted = ("k3", "max_abs", "agreement", "largest")
+    return [(k, v) for k, v in metrics.items() if any(w in k for w in wanted)][:3]
+
+
+def _show_steps(steps: list[Any], console: Console) -> None:
+    table = Table(title="both forwards, operation by operation")
+    for name, justify in (("operation", "left"), ("largest difference / rms", "right"), ("explained by formats", "right"), ("", "left")):
+        table.add_column(name, justify=justify)
+    for step in steps:
+        table.add_row(step.point, f"{step.difference:.3g}", f"{step.limit:.3g}", "[red]parts here[/]" if step.parts else "")
+    console.print(table)
+
+
+def _quieten() -> None:
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def _log(verbose: bool) -> Iterator[tuple[Console, TextIO, Path]]:
+    """(console on the real standard output, real standard error, log); what libraries print goes into the log, or is shown when verbose."""
+    handle, name = tempfile.mkstemp(prefix="samebits-verify-", suffix=".log")
+    if verbose:
+        os.close(handle)
+        yield Console(), sys.stderr, Path(name)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    try:
+        with open(kept[0], "w", closefd=False) as screen, open(kept[1], "w", closefd=False) as errors:
+            yield Console(file=screen), errors, Path(name)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(kept, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _end(errors: TextIO, message: str, status: int) -> typer.Exit:
+    """One line on the real standard error, and what to raise."""
+    print(f"samebits: {message}", file=errors, flush=True)
+    return typer.Exit(status)
+
+
+def _watchdog(seconds: int, errors: TextIO, log: Path) -> threading.Timer:
+    """Ends the process with status 2 after `seconds`: a hanging engine cannot be interrupted from Python."""
+
+    def end() -> None:
+        print(f"samebits: no verdict after {seconds} s (log: {log})", file=errors, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
