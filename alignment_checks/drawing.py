@@ -22,12 +22,13 @@ _CHARACTER = 6.4
 """Width of a character of the drawings' 12-unit type, rounded up: for the layout of legends."""
 _LOG_RATIO = 1000.0
 """Values that are not negative and spread at least this far get a logarithmic axis."""
+_LARGEST, _SMALLEST = 1e300, 1e-100
 LINE_STYLES = 6
 
 
 def finite(value: float | None) -> bool:
-    """Whether `value` is there and can be drawn."""
-    return value is not None and math.isfinite(value)
+    """Whether `value` is there and can be drawn. What is beyond 1e300 counts as infinite: differences of such values would be."""
+    return value is not None and abs(value) <= _LARGEST
 
 
 def _coordinate(value: float) -> str:
@@ -57,7 +58,7 @@ class Axis:
 
         A logarithmic axis holds no negative values: where there are any, it is linear after all.
         """
-        shown = [float(v) for v in values if finite(v)] or [0.0]
+        shown = [float(v) if abs(v) >= _SMALLEST else 0.0 for v in values if finite(v)] or [0.0]
         low, high = min(shown), max(shown)
         positive = [v for v in shown if v > 0]
         wide = bool(positive) and low >= 0 and high / min(positive) >= _LOG_RATIO
@@ -116,19 +117,21 @@ class Plane:
         for value, text in self.x.ticks():
             x = _coordinate(self.point(value, self.y.low)[0])
             parts.append(Markup('<path class="grid" d="M{} {}V{}"/>').format(x, _coordinate(self.top), _coordinate(bottom)))
-            parts.append(Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, _coordinate(bottom + 14), text))
+            parts.append(
+                Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, _coordinate(bottom + 14), text)
+            )
         for value, text in self.y.ticks():
             y = self.point(self.x.low, value)[1]
             parts.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(_LEFT, _coordinate(y), _coordinate(right)))
-            parts.append(
-                Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(_LEFT - 5, _coordinate(y + 4), text)
-            )
+            parts.append(Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(_LEFT - 5, _coordinate(y + 4), text))
         parts.append(
             Markup('<path class="axis" d="M{} {}V{}H{}"/>').format(_LEFT, _coordinate(self.top), _coordinate(bottom), _coordinate(right))
         )
         middle = _coordinate(_LEFT + self.width / 2)
         parts.append(
-            Markup('<text class="label" x="{}" y="{}" text-anchor="middle">{}</text>').format(middle, _coordinate(bottom + 32), self.x.label)
+            Markup('<text class="label" x="{}" y="{}" text-anchor="middle">{}</text>').format(
+                middle, _coordinate(bottom + 32), self.x.label
+            )
         )
         middle = _coordinate(self.top + self.height / 2)
         turned = '<text class="label" x="11" y="{0}" text-anchor="middle" transform="rotate(-90 11 {0})">{1}</text>'
@@ -138,9 +141,9 @@ class Plane:
 
 def svg(name: str, description: str, width: float, height: float, body: Markup, kind: str = "fit") -> Markup:
     """The element around a drawing. `name` and `description` are what a screen reader says; kind `fit` scales it, `natural` does not."""
-    return Markup(
-        '<svg class="{}" role="img" aria-label="{}" viewBox="0 0 {} {}" width="{}" height="{}"><desc>{}</desc>{}</svg>'
-    ).format(kind, f"{name}. {description}", *(_coordinate(v) for v in (width, height, width, height)), description, body)
+    return Markup('<svg class="{}" role="img" aria-label="{}" viewBox="0 0 {} {}" width="{}" height="{}"><desc>{}</desc>{}</svg>').format(
+        kind, f"{name}. {description}", *(_coordinate(v) for v in (width, height, width, height)), description, body
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,10 @@ def line_chart(
     from_zero: bool = False,
     limit: float | None = None,
 ) -> Markup:
-    """Lines over a common x, with a legend where there are several, and a dashed rule at `limit`. Raises `ValueError` on unequal lengths."""
+    """Lines over a common x, with a legend where there are several, and a dashed rule at `limit`.
+
+    Raises `ValueError` where a line has not one value for each x.
+    """
     if any(len(line.values) != len(x) for line in lines):
         raise ValueError(f"{name}: a line has not as many values as there are x values")
     legend, top = _legend([line.name for line in lines] if len(lines) > 1 else [])
@@ -175,7 +181,7 @@ def line_chart(
     for style, line in enumerate(lines):
         parts.append(Markup('<path class="line c{}" d="{}"/>').format(style % LINE_STYLES, _path(plane, x, line.values)))
     # Missing is None; a value that is there and is not finite is a fault that must be seen.
-    bad = sorted({at for line in lines for at, v in zip(x, line.values, strict=True) if v is not None and not math.isfinite(v)})
+    bad = sorted({at for line in lines for at, v in zip(x, line.values, strict=True) if v is not None and not finite(v)})
     crosses = "".join(f"M{_coordinate(plane.point(at, plane.y.high)[0] - 4)} {_coordinate(top - 4)}l8 8m0 -8l-8 8" for at in bad)
     if crosses:
         parts.append(Markup('<path class="cross" d="{}"><title>not finite</title></path>').format(crosses))
@@ -312,6 +318,6 @@ def thinned(x: Sequence[float], columns: Sequence[Sequence[float | None]], most:
 
     def largest(values: Sequence[float | None]) -> float | None:
         there = [v for v in values if v is not None]
-        return max(there, key=lambda v: math.inf if not math.isfinite(v) else v) if there else None
+        return max(there, key=lambda v: v if finite(v) else math.inf) if there else None
 
     return [x[a] for a in bounds[:-1]], [[largest(column[a:b]) for a, b in pairwise(bounds)] for column in columns], stride

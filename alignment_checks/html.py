@@ -50,7 +50,11 @@ def render(report: Mapping[str, Any]) -> str:
     settings, results, verdict = report["settings"], report["results"], report["verdict"]
     fault = _fault(settings.get("fault"))
     try:
-        figures = {"scatter": _scatter(report["plots"]), "position": _by_position(report["plots"]), "agreement": _agreement(report["plots"])}
+        figures = {
+            "scatter": _scatter(report["plots"]),
+            "position": _by_position(report["plots"]),
+            "agreement": _agreement(report["plots"]),
+        }
     except (KeyError, TypeError, ValueError) as error:
         text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise PageError(f"the plots of the report cannot be drawn: {text}") from None
@@ -99,7 +103,9 @@ def _require_whole(report: Mapping[str, Any]) -> None:
     """Raise `PageError` unless this is a report whose verdict follows from its results."""
     if not isinstance(report, Mapping) or report.get("schema") != SCHEMA:
         raise PageError(f"not an alignment report: its schema is not {SCHEMA}")
-    absent = [k for k in ("verdict", "subject", "date", "versions", "settings", "planned", "missing", "results", "plots") if k not in report]
+    absent = [
+        k for k in ("verdict", "subject", "date", "versions", "settings", "planned", "missing", "results", "plots") if k not in report
+    ]
     keys = ("name", "status", "compared", "findings", "metrics", "seconds", "error")
     absent += [f"{k} of result {i}" for i, r in enumerate(report.get("results", ())) for k in keys if k not in r]
     if absent:

@@ -118,7 +118,10 @@ def test_no_fault_is_no_fault(fault):
 def test_every_finding_stands_with_its_place_and_its_figures():
     found = rows(page(reports.disagreeing()), "findings")
     assert len(found) == 8
-    assert found[0] == f"weights. adapter expert 5 of layer 2: w3.lora_B differs tensor {reports.ADAPTER} layer 2 expert 5 replica 0 rank 1 – –"
+    assert (
+        found[0]
+        == f"weights. adapter expert 5 of layer 2: w3.lora_B differs tensor {reports.ADAPTER} layer 2 expert 5 replica 0 rank 1 – –"
+    )
     assert found[3].endswith("layer 2 0.8813 0.999")
     assert found[4].endswith("sequence 3 token 41 1.283 0.0001")
     # Rounded to four digits both would read 0.0001.
@@ -167,6 +170,20 @@ def test_drawings_have_words_and_absent_ones_say_so():
         "agreement": {"layers": [], "share": [], "experts": []},
     }
     assert Reader(page(empty)).text.count("not measured") == 3
+
+
+def test_drawings_show_what_their_axes_and_legends_say():
+    report = reports.agreeing()
+    report.plots["scatter"] = {"trainer": [-1.0, -4.0, 0.0], "engine": [-3.0, -4.0, 0.0]}
+    report.plots["by_position"] = {"position": [0, 1], "mean": [1.0, 1.0], "q95": [3.0, 3.0], "max": [7.0, 7.0]}
+    scatter, lines = re.findall(r"<svg.*?</svg>", page(report), re.DOTALL)[:2]
+    assert re.findall(r'class="label"[^>]*>([^<]+)<', scatter) == ["engine logprob", "trainer logprob"]
+    dots = [tuple(map(float, spot)) for spot in re.findall(r"M([\d.]+) ([\d.]+)h0", scatter)]
+    (left, bottom), odd, (right, top) = dots
+    assert odd == (left + (right - left) / 4, bottom - (bottom - top) * 3 / 4)
+    assert re.findall(r'class="key"[^>]*>([^<]+)<', lines) == ["max", "q95", "mean"]
+    heights = [float(y) for y in re.findall(r'class="line c\d" d="M[\d.]+ ([\d.]+)L', lines)]
+    assert heights == sorted(heights) and heights[2] - heights[1] == pytest.approx((heights[1] - heights[0]) / 2, abs=0.2)
 
 
 def test_full_agreement_and_what_is_not_finite_are_told_apart():
@@ -255,7 +272,9 @@ def test_thousands_of_findings_stay_readable():
 
 def test_room_is_shared_between_checks_with_many_findings():
     finding = [Finding("x", Place(token=1))]
-    report = Report("r", ["a", "b", "c"], [CheckResult("a", 1, finding * 500), CheckResult("b", 1, finding * 70), CheckResult("c", 1, finding * 90)])
+    report = Report(
+        "r", ["a", "b", "c"], [CheckResult("a", 1, finding * 500), CheckResult("b", 1, finding * 70), CheckResult("c", 1, finding * 90)]
+    )
     names = [r.split()[0] for r in rows(page(report), "findings")]
     assert names == ["a"] * 67 + ["b"] * 66 + ["c"] * 67
     assert "a 433, b 4, c 23." in Reader(page(report)).text
@@ -404,7 +423,9 @@ def test_the_data_can_be_saved_from_the_page(browser, tmp_path):
 def test_the_policy_stops_what_got_into_the_page_and_the_console_tells(browser, tmp_path):
     path = tmp_path / "report.html"
     text = render(reports.agreeing().to_json())
-    path.write_text(text.replace("</main>", '<script>document.title = "ran"</script><img src="https://example.org/x.png"><p style="color:red"></main>'))
+    path.write_text(
+        text.replace("</main>", '<script>document.title = "ran"</script><img src="https://example.org/x.png"><p style="color:red"></main>')
+    )
     browser.open(path)
     assert browser.run("return document.title") != "ran"
     refused = [line for line in browser.console() if "Content Security Policy" in line]

@@ -22,7 +22,10 @@ def colours(dark: bool) -> dict[str, tuple[float, ...]]:
 
 def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     """Ratio of relative luminances as WCAG 2 defines it."""
-    light = [sum(w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), rgb, strict=True)) for rgb in (a, b)]
+    light = [
+        sum(w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), rgb, strict=True))
+        for rgb in (a, b)
+    ]
     return (max(light) + 0.05) / (min(light) + 0.05)
 
 
@@ -30,7 +33,9 @@ def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 def test_every_text_can_be_read_on_its_ground(dark):
     named = colours(dark)
     pairs = [(ink, ground) for ink in ("ink", "soft") for ground in ("ground", "sheet", "chip")]
-    pairs += [(tone, f"{tone}-ground") for tone in ("good", "bad", "unknown")] + [("ink", f"{tone}-ground") for tone in ("good", "bad", "unknown")]
+    pairs += [(tone, f"{tone}-ground") for tone in ("good", "bad", "unknown")] + [
+        ("ink", f"{tone}-ground") for tone in ("good", "bad", "unknown")
+    ]
     pairs += [(f"{kind}-ink", kind) for kind in ("h0", "h1", "h2", "h3", "h4", "h5", "none")] + [("c0", "ground"), ("unknown", "sheet")]
     assert {pair: round(contrast(*(named[n] for n in pair)), 2) for pair in pairs if contrast(*(named[n] for n in pair)) < 4.5} == {}
     # Lines are graphics, for which 3 is asked.
@@ -50,8 +55,16 @@ def test_the_package_carries_its_templates():
 
 
 def own_page(tmp_path, body: str, **context) -> str:
-    (tmp_path / "own.html.jinja").write_text('{% extends "frame.html.jinja" %}{% import "macros.html.jinja" as m %}{% block body %}' + body + "{% endblock %}")
-    usual = {"title": "t", "kind": "k", "verdict": page.Verdict("good", "w", "s"), "facts": {}, "download": page.Download.of("d.json", DATA)}
+    (tmp_path / "own.html.jinja").write_text(
+        '{% extends "frame.html.jinja" %}{% import "macros.html.jinja" as m %}{% block body %}' + body + "{% endblock %}"
+    )
+    usual = {
+        "title": "t",
+        "kind": "k",
+        "verdict": page.Verdict("good", "w", "s"),
+        "facts": {},
+        "download": page.Download.of("d.json", DATA),
+    }
     return page.render("own.html.jinja", [tmp_path], **usual | context)
 
 
@@ -96,7 +109,6 @@ def test_numbers(value, text):
 def test_two_numbers_that_differ_never_read_alike():
     assert page.against(0.1, 0.1) == ("0.1", "0.1") and page.against(None, 1.0) == ("–", "1")
     assert page.against(0.10001, 0.1) == ("0.10001", "0.1")
-    assert page.against(0.1 + 2**-54, 0.1)[0] != "0.1" or 0.1 + 2**-54 == 0.1
     above = math.nextafter(0.3, 1)
     assert page.against(above, 0.3)[0] != page.against(above, 0.3)[1]
     assert page.against(math.nan, None) == ("not a number", "–")
