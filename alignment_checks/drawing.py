@@ -77,7 +77,8 @@ class Axis:
         """Position of `value`, from 0 to 1."""
         if not self.log:
             return (value - self.low) / (self.high - self.low)
-        return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        foot = math.log10(self.low)
+        return (math.log10(max(value, self.low)) - foot) / (math.log10(self.high) - foot)
 
     def ticks(self, count: int = 5) -> list[tuple[float, str]]:
         """(value, text) of at most about `count` round values."""
