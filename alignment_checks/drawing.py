@@ -17,7 +17,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 WIDTH = 360
-_LEFT, _RIGHT, _BOTTOM, _LEGEND_ROW = 50, 12, 38, 18
+_LEFT, _RIGHT, _BOTTOM, _LEGEND_ROW = 54, 12, 38, 18
 _CHARACTER = 6.4
 """Width of a character of the drawings' 12-unit type, rounded up: for the layout of legends."""
 _LOG_RATIO = 1000.0

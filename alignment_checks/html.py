@@ -245,7 +245,7 @@ def _agreement(plots: Mapping[str, Any]) -> Figure:
     empty = sum(not finite(v) for row in cells for v in row)
     text = f"Every expert of {counted(len(layers), 'layer')} was chosen by both for the same tokens."
     if ranked:
-        lowest = ", ".join(f"layer {layer} expert {e} {percent(v, 2)} %" for v, layer, e in ranked[:_LOWEST])
+        lowest = ", ".join(f"layer {layer} expert {e} ({percent(v, 2)} %)" for v, layer, e in ranked[:_LOWEST])
         text = f"{counted(len(ranked), 'expert')} below 100 %; lowest: {lowest}."
     elif not any(finite(v) for row in cells for v in row):
         text = "No expert got a token."

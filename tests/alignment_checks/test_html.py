@@ -12,6 +12,7 @@ from samebits.alignment_checks.html import SHOWN_FINDINGS, render, write_html
 from samebits.alignment_checks.page import PageError
 from samebits.alignment_checks.report import CheckResult, Finding, Place, Report
 from tests.support import alignment_report as reports
+from tests.support import browser as browser_support
 from tests.support.browser import DESKTOP, PHONE
 
 HOSTILE = """</script></style><img src=x onerror=alert(1)>"'&<b>"""
@@ -154,7 +155,7 @@ def test_drawings_have_words_and_absent_ones_say_so():
     assert [label.split(".")[0] for label in labels] == list(FIGURES)
     assert "1,500 tokens" in labels[0] and "largest difference" in labels[0]
     assert "at position" in labels[1]
-    assert "lowest: layer 2 expert 5 41.31 %" in labels[2]
+    assert "lowest: layer 2 expert 5 (41.31 %)" in labels[2]
     assert "not measured" not in reader.text
     bare = reports.unmade()
     assert Reader(page(bare)).text.count("not measured") == 3
@@ -202,7 +203,7 @@ def test_full_agreement_and_what_is_not_finite_are_told_apart():
     seen = Reader(text).text
     assert "1 token, 0 of them with equal logprobs" in seen and "2 tokens with a logprob that is no finite number cannot be drawn." in seen
     assert "2 values not finite." in seen and 'class="cross"' in text
-    assert "1 expert below 100 %; lowest: layer 2 expert 4 99.99 %. 1 expert got no token." in seen
+    assert "1 expert below 100 %; lowest: layer 2 expert 4 (99.99 %). 1 expert got no token." in seen
 
 
 def test_names_can_hold_anything():
@@ -438,3 +439,11 @@ def test_the_browser_fixture_sees_overflow_and_requests(browser, tmp_path):
     assert browser.overflow() > 500 and [url.rsplit("/", 1)[1] for url in browser.requests()] == ["other.png"]
     assert any("other.png" in line for line in browser.console())
     assert not browser.on_first_screen("p")
+
+
+def test_a_missing_browser_is_named(monkeypatch):
+    monkeypatch.setattr(browser_support, "CHROMIUM", Path("/gone/chromium"))
+    monkeypatch.setattr(browser_support, "CHROMEDRIVER", Path(__file__))
+    assert browser_support.absent() == "no /gone/chromium: install Debian's chromium and chromium-driver"
+    monkeypatch.setattr(browser_support, "CHROMIUM", Path(__file__))
+    assert browser_support.absent() is None
