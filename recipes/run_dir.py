@@ -129,7 +129,7 @@ def load_run(folder: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, DictC
 
 
 def adapter_of(folder: Path, spec: AdapterSpec) -> tuple[int, dict[str, Tensor]]:
-    """(version, tensors) of the newest adapter of a run. Raises `RecipeError` where it has none, `AdapterError` where it is not `spec`'s."""
+    """(version, tensors) of a run's newest adapter. Raises `RecipeError` where there is none, `AdapterError` where it does not fit."""
     steps = sorted(int(p.name.removeprefix("step_")) for p in (folder / "adapters").glob("step_*"))
     if not steps:
         raise RecipeError(f"{folder} has no adapter yet: its first checkpoint was not written")
