@@ -77,6 +77,19 @@ class CheckResult:
             self.findings.append(Finding(message, place, measured, limit))
         return bool(holds)
 
+    def absorb(self, other: CheckResult) -> None:
+        """Add another run of the same check: counts and findings add up, of each metric the larger magnitude is kept."""
+        if other.name != self.name:
+            raise ValueError(f"{other.name} is not {self.name}")
+        for run in (self, other):
+            if run.status == ERROR and self.error is None:
+                self.error = run.error or "one of the runs had nothing to compare"
+        self.compared += other.compared
+        self.findings += other.findings
+        self.seconds += other.seconds
+        for name, value in other.metrics.items():
+            self.metrics[name] = max(value, self.metrics.get(name, value), key=abs)
+
     def to_json(self) -> dict[str, Any]:
         """Plain types, places without what does not apply."""
         out = asdict(self) | {"status": self.status}
@@ -141,10 +154,17 @@ class Report:
         }
 
     def run(self, name: str, check: Callable[[CheckResult], object]) -> CheckResult:
-        """Make one check: `check` fills the result it is given. What it raises becomes the result's error, never a pass."""
+        """Make one check: `check` fills the result it is given. What it raises becomes the result's error, never a pass.
+
+        Made again, it adds to the result that is there.
+        """
         with recorded(name) as result:
             check(result)
-        self.results.append(result)
+        earlier = next((r for r in self.results if r.name == name), None)
+        if earlier is None:
+            self.results.append(result)
+        else:
+            earlier.absorb(result)
         return result
 
 

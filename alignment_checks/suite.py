@@ -6,11 +6,13 @@ is made, so that a check that never ran is missed.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
 from . import adapters, bisect, logprobs, objective, routing
+from .adapters import EFFECT_TOKENS
 from .pair import Pair
 from .probes import Probes
 from .reference_m3 import ReferenceM3
@@ -105,6 +107,13 @@ class _Names:
 
     pair = probes = None
     _operations = staticmethod(lambda r: None)
+
+
+def probe_lengths(seed: int) -> tuple[int, ...]:
+    """Prompt lengths for run `seed` of many: the block's edges, and others that change from run to run."""
+    g = random.Random(seed)
+    draws = ((1, 3), (2, 40), (8, 24), (EFFECT_TOKENS, 140), (127, 129), (1, 260), (129, 420))
+    return tuple(g.randint(*bounds) for bounds in draws)
 
 
 def advance(pair: Pair, seed: int) -> None:

@@ -33,12 +33,12 @@ HtmlFile = Annotated[Path | None, typer.Option("--html", help="write the report 
 Timeout = Annotated[int, typer.Option(min=10, help="seconds after which it ends without a verdict")]
 Bisect = Annotated[bool, typer.Option("--bisect", help="show both forwards operation by operation")]
 Only = Annotated[list[str] | None, typer.Option("--check", help="make only this check (repeatable)")]
+Repeat = Annotated[int, typer.Option(min=1, help="make the checks this often, each time with other seeds, prompts, lengths and adapters")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show what verl and vLLM print")]
 
 
 @verify_app.callback(invoke_without_command=True)
 def faults(
-    context: typer.Context,
     list_faults: Annotated[bool, typer.Option("--list-faults", help="one name and one line for each fault that --inject takes")] = False,
 ) -> None:
     """Prove that trainer and engine agree, or name what does not. Exit status: 0 agree, 1 disagree, 2 could not be checked."""
@@ -50,8 +50,6 @@ def faults(
         for fault in CATALOGUE.values():
             print(f"{fault.name:{width}}  {fault.summary}")
         raise typer.Exit
-    if context.invoked_subcommand is None:
-        raise fail("say what to verify: weights, routing, logprobs, objective, all or server")
 
 
 @verify_app.command("all")
@@ -65,10 +63,11 @@ def everything(
     html: HtmlFile = None,
     timeout: Timeout = 1800,
     bisect: Bisect = False,
+    repeat: Repeat = 1,
     verbose: Verbose = False,
 ) -> None:
     """All checks: weights, routing, logprobs and the objective."""
-    _verify("all", subject, overrides, inject, check, seed, json, html, timeout, bisect, verbose)
+    _verify("all", subject, overrides, inject, check, seed, json, html, timeout, bisect, verbose, repeat)
 
 
 @verify_app.command()
@@ -144,6 +143,7 @@ def _verify(
     timeout: int,
     bisect: bool,
     verbose: bool,
+    repeat: int = 1,
 ) -> None:
     for path in (json, html):
         if path is not None and not path.absolute().parent.is_dir():
@@ -154,7 +154,7 @@ def _verify(
     with _log(verbose) as (console, errors, log):
         watchdog = _watchdog(timeout, errors, log)
         try:
-            report, steps = _report(which, subject, overrides or [], inject, only, seed, console)
+            report, steps = _report(which, subject, overrides or [], inject, only, seed, repeat, console)
         except KeyboardInterrupt:
             raise _end(errors, "interrupted", 130) from None
         except _Refused as error:
@@ -181,7 +181,9 @@ class _Refused(Exception):
     """Nothing could be checked. The message is one line."""
 
 
-def _report(which: str, subject: str, overrides: list[str], inject: str | None, only: list[str] | None, seed: int, console: Console):
+def _report(
+    which: str, subject: str, overrides: list[str], inject: str | None, only: list[str] | None, seed: int, repeat: int, console: Console
+):
     from .config import RecipeError, load_recipe
     from .run_dir import adapter_of, load_run
 
@@ -223,27 +225,28 @@ def _report(which: str, subject: str, overrides: list[str], inject: str | None, 
         "profile_hash": recipe.profile.hash,
         "fault": f"{fault.name}: {fault.summary}" if fault else None,
         "seed": seed,
+        "runs": repeat,
         "replicas": replicas,
         "limits": {name: getattr(limits, name) for name in limits.__slots__},
     }
     report = Report(subject, names, settings=settings, versions=versions())
-    checks = suite.Suite(pair, seed)
     with console.status("exchanging adapters") as status:
-        suite.prepare(pair, seed)
-        with fault.inject(pair) if fault else nullcontext():
-            if adapter is None:
-                suite.advance(pair, seed + 1)
-            else:
-                version, tensors = adapter
-                pair.trainer.set_masters(tensors, version)
-                report.settings["adapter_version"] = version
-            pair.sync()
+        for run in range(seed, seed + repeat):
 
-            def on_result(result: Any) -> None:
-                done = len(report.results) + 1
-                status.update(f"{result.name}: {result.status}   ({done} of {len(names)} checks)")
+            def on_result(result: Any, run: int = run) -> None:
+                status.update(f"run {run - seed + 1} of {repeat}: {result.name}: {result.status}")
 
-            checks.run(names, report, on_result)
+            suite.prepare(pair, run)
+            with fault.inject(pair) if fault else nullcontext():
+                if adapter is None:
+                    suite.advance(pair, run + 1)
+                else:
+                    version, tensors = adapter
+                    pair.trainer.set_masters(tensors, version)
+                    report.settings["adapter_version"] = version
+                pair.sync()
+                checks = suite.Suite(pair, run, **({"short": suite.probe_lengths(run)} if repeat > 1 else {}))
+                checks.run(names, report, on_result)
     return report, checks.steps
 
 

@@ -1,0 +1,79 @@
+"""`samebits verify` as people call it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samebits.alignment_checks.report import SCHEMA
+
+RECIPE = "recipes/tiny_m3_grpo.yaml"
+
+
+def verify(*arguments: str, timeout: int = 400) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "samebits.recipes.cli", "verify", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["all", "recipes/none.yaml"], "no recipe at recipes/none.yaml"),
+        (["weights", RECIPE, "nonsense=1"], "unknown key nonsense"),
+        (["all", RECIPE, "device=cpu", "--inject", "nothing_such"], "there is no fault 'nothing_such'"),
+        (["all", RECIPE, "device=cpu", "--check", "weights.nothing"], "there is no check 'weights.nothing'"),
+        (["all", RECIPE, "--json", "no/such/folder/x.json"], "there is no folder"),
+        (["logprobs", RECIPE, "device=cpu", "model=no_such_model"], "no_such_model"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, says):
+    done = verify(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_run_without_an_adapter_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("recipe: {}\n")
+    done = verify("all", str(tmp_path))
+    assert done.returncode == 2 and "config.yaml cannot be read" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_list_of_faults():
+    done = verify("--list-faults")
+    lines = done.stdout.strip().splitlines()
+    assert done.returncode == 0 and len(lines) >= 45
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
+
+
+@pytest.mark.slow
+def test_no_verdict_in_time_is_status_2():
+    done = verify("all", RECIPE, "device=cpu", "--timeout", "10")
+    assert done.returncode == 2 and "no verdict after 10 s" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_injected_fault_end_to_end(tmp_path):
+    report, page = tmp_path / "r.json", tmp_path / "r.html"
+    arguments = [
+        "all",
+        RECIPE,
+        "device=cpu",
+        "--inject",
+        "base_changed",
+        "--check",
+        "weights.base",
+        "--json",
+        str(report),
+        "--html",
+        str(page),
+    ]
+    done = verify(*arguments)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "layers.1.block_sparse_moe.experts.5.w2 differs" in done.stdout and "DISAGREE" in done.stdout
+    data = json.loads(report.read_text())
+    assert data["schema"] == SCHEMA and data["verdict"] == "disagree" and data["settings"]["fault"].startswith("base_changed")
+    assert data["results"][0]["findings"][0]["place"]["expert"] == 5
+    assert "disagree" in Path(page).read_text()
