@@ -165,6 +165,7 @@ def line_chart(
     log: bool | None = None,
     from_zero: bool = False,
     limit: float | None = None,
+    log_x: bool = False,
 ) -> Markup:
     """Lines over a common x, with a legend where there are several, and a dashed rule at `limit`.
 
@@ -174,7 +175,7 @@ def line_chart(
         raise ValueError(f"{name}: a line has not as many values as there are x values")
     legend, top = _legend([line.name for line in lines] if len(lines) > 1 else [])
     everything = [v for line in lines for v in line.values] + [limit]
-    plane = Plane(Axis.of(x, x_label, log=False), Axis.of(everything, y_label, log, from_zero), top, 170)
+    plane = Plane(Axis.of(x, x_label, log_x), Axis.of(everything, y_label, log, from_zero), top, 170)
     parts = [plane.draw(), legend]
     if limit is not None:
         y = _coordinate(plane.point(plane.x.low, limit)[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def _check_row(r: Mapping[str, Any]) -> list[object]:
 
 
 def _scatter(plots: Mapping[str, Any]) -> Figure:
-    """Logprobs of the same tokens in trainer and engine."""
+    """Logprobs of the same tokens in trainer and engine; of a large probe the report may hold only some."""
     data = plots.get("scatter")
     if not data or not data["trainer"]:
         return None, ""
@@ -208,29 +209,38 @@ def _scatter(plots: Mapping[str, Any]) -> Figure:
     text = "No token has two logprobs that can be drawn."
     if gaps:
         far = f"largest difference {number(max(gaps))}, mean {number(statistics.fmean(gaps))}"
-        text = f"{counted(len(pairs), 'token')}, {exact:,} of them with equal logprobs; {far}."
+        text = f"{counted(len(pairs), 'token')} drawn, {exact:,} of them with equal logprobs; {far}."
     if lost:
         text += f" {counted(lost, 'token')} with a logprob that is no finite number cannot be drawn."
     return scatter("Logprobs of trainer and engine", text, pairs, "engine logprob", "trainer logprob"), text
 
 
 def _by_position(plots: Mapping[str, Any]) -> Figure:
-    """Absolute logprob difference by position in the sequence."""
+    """Logprob difference, trainer minus engine, by position in the sequence.
+
+    Means have a sign and are drawn without it, on the axis of the others; the text names the furthest one with its sign.
+    Positions may be single or the first of ranges; where each is at least twice the one before, their axis is logarithmic.
+    """
     data = plots.get("by_position")
     if not data or not data["position"]:
         return None, ""
-    names = ("max", "q95", "mean")
-    x, columns, stride = thinned(data["position"], [data[n] for n in names], _POSITIONS)
-    lines = [Line(n, column) for n, column in zip(names, columns, strict=True)]
+    names = {"max": "max", "q95": "q95", "mean": "|mean|"}
+    x, columns, stride = thinned(data["position"], [[None if v is None else abs(v) for v in data[n]] for n in names], _POSITIONS)
+    lines = [Line(shown, column) for shown, column in zip(names.values(), columns, strict=True)]
+    doubling = len(x) > 3 and all(b >= 2 * a for a, b in pairwise(x))
     worst = max(((v, p) for p, v in zip(data["position"], data["max"], strict=True) if finite(v)), default=None)
     bad = sum(v is not None and not finite(v) for n in names for v in data[n])
     text = "No difference is a finite number."
     if worst is not None:
         text = "Every difference is 0." if worst[0] == 0 else f"Largest difference {number(worst[0])}, at position {number(worst[1])}."
+    means = [(v, p) for p, v in zip(data["position"], data["mean"], strict=True) if finite(v)]
+    mean, at = max(means, key=lambda pair: abs(pair[0]), default=(0.0, 0))
+    text += f" The mean of trainer minus engine is furthest from 0 at position {number(at)}: {number(mean)}." if mean else ""
+    text += " Each position stands for all up to the next." if doubling else ""
     text += f" {counted(bad, 'value')} not finite." if bad else ""
     text += f" Each point is the largest of {stride} neighbouring positions." if stride > 1 else ""
     drawing = line_chart(
-        "Logprob difference by position", text, x, lines, "position in the sequence", "absolute difference", from_zero=True
+        "Logprob difference by position", text, x, lines, "position in the sequence", "absolute difference", from_zero=True, log_x=doubling
     )
     return drawing, text
 

@@ -4,6 +4,7 @@ import html.parser
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_drawings_have_words_and_absent_ones_say_so():
     reader = Reader(page(reports.disagreeing()))
     labels = [a["aria-label"] for t, a in reader.elements if t == "svg" and a.get("role") == "img"]
     assert [label.split(".")[0] for label in labels] == list(FIGURES)
-    assert "1,500 tokens" in labels[0] and "largest difference" in labels[0]
+    assert "1,500 tokens drawn" in labels[0] and "largest difference" in labels[0]
     assert "at position" in labels[1]
     assert "lowest: layer 2 expert 5 (41.31 %)" in labels[2]
     assert "not measured" not in reader.text
@@ -176,15 +177,32 @@ def test_drawings_have_words_and_absent_ones_say_so():
 def test_drawings_show_what_their_axes_and_legends_say():
     report = reports.agreeing()
     report.plots["scatter"] = {"trainer": [-1.0, -4.0, 0.0], "engine": [-3.0, -4.0, 0.0]}
-    report.plots["by_position"] = {"position": [0, 1], "mean": [1.0, 1.0], "q95": [3.0, 3.0], "max": [7.0, 7.0]}
+    report.plots["by_position"] = {"position": [0, 1], "mean": [-1.0, 1.0], "q95": [3.0, 3.0], "max": [7.0, 7.0]}
     scatter, lines = re.findall(r"<svg.*?</svg>", page(report), re.DOTALL)[:2]
     assert re.findall(r'class="label"[^>]*>([^<]+)<', scatter) == ["engine logprob", "trainer logprob"]
     dots = [tuple(map(float, spot)) for spot in re.findall(r"M([\d.]+) ([\d.]+)h0", scatter)]
     (left, bottom), odd, (right, top) = dots
     assert odd == (left + (right - left) / 4, bottom - (bottom - top) * 3 / 4)
-    assert re.findall(r'class="key"[^>]*>([^<]+)<', lines) == ["max", "q95", "mean"]
+    assert re.findall(r'class="key"[^>]*>([^<]+)<', lines) == ["max", "q95", "|mean|"]
     heights = [float(y) for y in re.findall(r'class="line c\d" d="M[\d.]+ ([\d.]+)L', lines)]
     assert heights == sorted(heights) and heights[2] - heights[1] == pytest.approx((heights[1] - heights[0]) / 2, abs=0.2)
+
+
+def test_ranges_of_positions_that_double_get_even_steps_and_means_keep_their_sign_in_words():
+    report = reports.agreeing()
+    positions = [0, 1, 2, 4, 8, 16, 32, 64]
+    mean = [1e-7, -2e-7, -0.25, 1e-7, 1e-7, 1e-7, 1e-7, 1e-7]
+    report.plots["by_position"] = {"position": positions, "mean": mean, "q95": [0.5] * 8, "max": [0.5, 2.0] + [0.5] * 6}
+    text = page(report)
+    assert (
+        "Largest difference 2, at position 1. The mean of trainer minus engine is furthest from 0 at position 2: -0.25."
+        in Reader(text).text
+    )
+    assert "Each position stands for all up to the next." in Reader(text).text
+    path = re.search(r'class="line c0" d="(M[^"]+L[^"]+)"', text)[1]
+    x = [float(v) for v in re.findall(r"[ML]([\d.]+) ", path)]
+    steps = [b - a for a, b in pairwise(x[1:])]
+    assert max(steps) - min(steps) < 0.3 and min(steps) > 10
 
 
 def test_full_agreement_and_what_is_not_finite_are_told_apart():
@@ -193,7 +211,7 @@ def test_full_agreement_and_what_is_not_finite_are_told_apart():
     zeros = [0.0] * 4
     report.plots["by_position"] = {"position": [0, 1, 2, 3], "mean": zeros, "q95": zeros, "max": zeros}
     seen = Reader(page(report)).text
-    assert "2 tokens, 2 of them with equal logprobs; largest difference 0, mean 0." in seen
+    assert "2 tokens drawn, 2 of them with equal logprobs; largest difference 0, mean 0." in seen
     assert "Every difference is 0." in seen and "Every expert of 2 layers was chosen by both for the same tokens." in seen
     report.plots["scatter"] = {"trainer": [-1.0, -math.inf, math.nan], "engine": [-1.5, -2.0, -3.0]}
     report.plots["by_position"]["max"] = [0.0, math.nan, 0.0, math.inf]
@@ -201,7 +219,10 @@ def test_full_agreement_and_what_is_not_finite_are_told_apart():
     report.plots["agreement"]["experts"][1][4] = 0.99999
     text = page(report)
     seen = Reader(text).text
-    assert "1 token, 0 of them with equal logprobs" in seen and "2 tokens with a logprob that is no finite number cannot be drawn." in seen
+    assert (
+        "1 token drawn, 0 of them with equal logprobs" in seen
+        and "2 tokens with a logprob that is no finite number cannot be drawn." in seen
+    )
     assert "2 values not finite." in seen and 'class="cross"' in text
     assert "1 expert below 100 %; lowest: layer 2 expert 4 (99.99 %). 1 expert got no token." in seen
 
@@ -294,7 +315,7 @@ def test_texts_and_drawings_are_bounded():
     assert len(text) < 3_000_000
     seen = Reader(text).text
     assert "m" * 600 + "… (99,400 more characters)" in seen and "and 4976 more" in seen
-    assert "Largest difference 9.5, at position 59,999. Each point is the largest of 200 neighbouring positions." in seen
+    assert "Largest difference 9.5, at position 59,999. " in seen and "Each point is the largest of 200 neighbouring positions." in seen
 
 
 def damaged(change) -> dict:

