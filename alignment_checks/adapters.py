@@ -151,13 +151,15 @@ def base(pair: Pair, result: CheckResult) -> None:
     expected = checkpoint_digests(pair.checkpoint)
     compare_digests(result, expected, pair.trainer.base_digests(), "the trainer's base")
     for replica in pair.replicas:
-        for rank, found in enumerate(replica.rpc("samebits_base_digests")):
+        digests, profiles = replica.rpc("samebits_base_digests"), replica.rpc("samebits_profile")
+        answered = len(digests) == len(profiles) > 0
+        result.require(answered, f"replica {replica.index}: no rank answered what it holds", Place(replica=replica.index))
+        for rank, found in enumerate(digests):
             compare_digests(result, expected, found, f"base of replica {replica.index} rank {rank}", replica=replica.index, rank=rank)
-        for rank, found in enumerate(replica.rpc("samebits_profile")):
-            message = (
-                f"replica {replica.index} rank {rank} computes with numerics profile {found}, the trainer with {pair.trainer.profile.hash}"
-            )
-            result.require(found == pair.trainer.profile.hash, message, Place(replica=replica.index, rank=rank))
+        for rank, found in enumerate(profiles):
+            who, ours = f"replica {replica.index} rank {rank}", pair.trainer.profile.hash
+            message = f"{who} computes with numerics profile {found}, the trainer with {ours}"
+            result.require(found == ours, message, Place(replica=replica.index, rank=rank))
 
 
 def _random(pair: Pair, roles: tuple[Role, ...], seed: int) -> dict[str, Tensor]:

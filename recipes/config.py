@@ -126,18 +126,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
     Returns the recipe's own keys and verl's complete configuration, not yet validated (see `validate.validate`).
     Raises `RecipeError` on a missing file, bad YAML, an unknown key or a value of the wrong type.
     """
-    return compose(_layers(Path(path)), overrides)
+    return _composed([*_layers(Path(path)), _overrides(overrides)], verl_defaults())
 
 
-def compose(layers: Sequence[DictConfig], overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
-    """`load_recipe` of layers that were read already, the later above the earlier."""
-    layers = list(layers)
+def compose_stored(own: DictConfig, verl: DictConfig, overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
+    """The configuration that a run was started with, `own` and complete `verl`, with overrides. Raises `RecipeError`."""
+    base = OmegaConf.create(OmegaConf.to_container(verl))
+    OmegaConf.set_struct(base, True)
+    OmegaConf.set_struct(base.actor_rollout_ref.rollout.engine_kwargs, False)
+    return _composed([own, _overrides(overrides)], base)
+
+
+def _overrides(overrides: Sequence[str]) -> DictConfig:
     try:
-        layers.append(OmegaConf.from_dotlist(list(overrides)))
+        return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"bad override: {_one_line(error)}") from None
+
+
+def _composed(layers: Sequence[DictConfig], verl: DictConfig) -> tuple[Recipe, DictConfig]:
     own = OmegaConf.structured(Recipe)
-    verl = verl_defaults()
     for layer in layers:
         own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
         verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 from torch import Tensor
 
 from samebits.quant.adapter import AdapterSpec, load_peft
 
-from .config import Recipe, RecipeError, compose
+from .config import Recipe, RecipeError, compose_stored
 
 # Keys that may change between the start and the resumption of a run.
 # The checkpoints lie in the run directory, which may have been moved.
@@ -121,7 +122,7 @@ def load_run(folder: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, DictC
     path = folder / "config.yaml"
     try:
         stored = OmegaConf.load(path)
-        return compose([stored.recipe, stored.verl], overrides)
+        return compose_stored(stored.recipe, stored.verl, overrides)
     except RecipeError:
         raise
     except Exception as error:  # yaml's and omegaconf's errors have no common base
@@ -133,7 +134,11 @@ def adapter_of(folder: Path, spec: AdapterSpec) -> tuple[int, dict[str, Tensor]]
     steps = sorted(int(p.name.removeprefix("step_")) for p in (folder / "adapters").glob("step_*"))
     if not steps:
         raise RecipeError(f"{folder} has no adapter yet: its first checkpoint was not written")
-    return steps[-1], load_peft(folder / "adapters" / f"step_{steps[-1]}", spec)
+    path = folder / "adapters" / f"step_{steps[-1]}"
+    try:
+        return steps[-1], load_peft(path, spec)
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from None
 
 
 def _trained(folder: Path) -> bool:

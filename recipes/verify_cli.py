@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -159,6 +160,9 @@ def _verify(
             raise _end(errors, "interrupted", 130) from None
         except _Refused as error:
             raise _end(errors, str(error), 2) from None
+        except Exception as error:  # whatever broke while both sides were asked: there is no verdict, and the log has the traceback
+            traceback.print_exc()
+            raise _end(errors, f"could not be checked: {type(error).__name__}: {_first_line(error)} (log: {log})", 2) from None
         finally:
             watchdog.cancel()
         _show(report, console)
@@ -175,6 +179,10 @@ def _verify(
         if report.verdict == "error":
             console.print(f"what the libraries printed is in {log}", highlight=False, soft_wrap=True)
         raise typer.Exit(report.exit_status)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:400]
 
 
 class _Refused(Exception):

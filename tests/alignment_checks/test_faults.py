@@ -55,3 +55,29 @@ def test_a_check_that_says_all_is_well_is_noticed(synced, monkeypatch):
     with fault.inject(synced):
         report = suite.Suite(synced, long=False).run(fault.caught_by, Report("x", fault.caught_by))
     assert report.exit_status == 0
+
+
+def test_an_engine_that_dies_is_never_a_pass(synced):
+    from samebits.alignment_checks.faults.base import replaced
+    from samebits.alignment_checks.pair import Replica
+
+    def dead(self, *arguments, **options):
+        raise RuntimeError("EngineCore encountered an issue.\nSee stack trace.")
+
+    names = [n for n in suite.names_of("all") if n.startswith(("routing", "logprobs"))]
+    with replaced(Replica, "run", dead):
+        report = suite.Suite(synced, long=False).run(names, Report("dead", names))
+    assert report.exit_status == 2
+    assert {r.name for r in report.results if r.status == "error"} == set(names)
+
+
+@pytest.mark.parametrize("method", ["samebits_held_adapter", "samebits_base_digests", "samebits_profile"])
+def test_a_replica_that_answers_nothing_is_never_a_pass(synced, method):
+    from samebits.alignment_checks.faults.base import replaced
+    from samebits.alignment_checks.pair import Replica
+
+    original = Replica.rpc
+    names = ["weights.base", "weights.held"]
+    with replaced(Replica, "rpc", lambda self, name, *rest: [] if name == method else original(self, name, *rest)):
+        report = suite.Suite(synced, long=False).run(names, Report("silent", names))
+    assert report.exit_status == 1

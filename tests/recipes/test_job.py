@@ -1,6 +1,7 @@
 """The whole job for real: verl, Ray, vLLM and the trainer on the shipped tiny model, a few steps each."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from samebits.alignment_checks.in_run import HISTORY, read_history
 from samebits.quant.adapter import AdapterSpec, ModelShape, load_peft, target_roles
 from samebits.recipes.run_dir import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 4
 SMALL = ["device=cpu", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"]
-SCHEDULE = [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=4"]
+SCHEDULE = [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=4", "checks.every=3"]
 KEYS = """step reward/mean mismatch/kl mismatch/max_abs tis/mean tis/max_raw tis/clipped_fraction replay/layers replay/rows
 replay/agreement sync/tensors sync/bytes sync/seconds sync/verified adapter/version time/rollout time/train time/step""".split()
 
@@ -61,6 +63,37 @@ def test_every_step_is_logged_verified_and_in_agreement(finished):
         assert 0.9 < line["tis/mean"] < 1.1 and line["tis/clipped_fraction"] == 0
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["sync_verified_steps"] == STEPS
+
+
+def test_checks_inside_the_job_are_in_its_history(finished):
+    history = read_history(finished / HISTORY)
+    assert [(h["step"], h["occasion"]) for h in history] == [
+        (0, "preflight"),
+        (0, "sync"),
+        (1, "full"),
+        (1, "sync"),
+        (2, "sync"),
+        (3, "full"),
+        (3, "sync"),
+        (4, "sync"),
+    ]
+    full = {r["name"]: r for r in history[2]["results"]}
+    assert set(full) == {"logprobs.generated", "routing.rows", "weights.base"}
+    assert all(r["status"] == "agree" and r["compared"] > 0 for h in history for r in h["results"])
+    assert full["logprobs.generated"]["metrics"]["tokens"] > 100 and full["logprobs.generated"]["metrics"]["k3"] < 1e-6
+
+
+def test_a_run_is_verified_with_its_newest_adapter(finished, tmp_path):
+    command = [sys.executable, "-m", "samebits.recipes.cli", "verify", "weights", str(finished), "--json", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["settings"]["adapter_version"] == 4
+    copy = tmp_path / "broken"
+    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoints", ".*"))
+    file = copy / "adapters" / "step_4" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    done = subprocess.run([*command[:5], str(copy)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "step_4 cannot be read" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 def test_adapters_are_peft_folders_with_every_expert(finished):
