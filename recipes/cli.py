@@ -81,6 +81,25 @@ def quantize(
         console.print(line, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run directories, or JSON results with metrics; several are drawn together")],
+    html: Annotated[Path | None, typer.Option("--html", help="page to write; default report.html in the run directory")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="picture to write; default curves.png in the run directory")] = None,
+) -> None:
+    """Draw the curves of runs: one page that needs no network, and a PNG."""
+    from . import run_report
+
+    try:
+        loaded = [run_report.load(path) for path in runs]
+        page, picture = run_report.paths_of(runs, html, png)
+        run_report.write(loaded, page, picture)
+    except ValueError as error:
+        raise fail(str(error), 2) from None
+    for path in filter(None, (page, picture)):
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
 @app.command("tiny-m3")
 def tiny_m3(
     out: Annotated[Path, typer.Argument(help="folder to write")],
