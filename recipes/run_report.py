@@ -245,7 +245,7 @@ def write_png(path: Path, runs: Sequence[Run], curves: Sequence[Curve] = CURVES)
     for place in axes.flat[len(drawn) :]:
         place.set_axis_off()
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=80)
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from None
     finally:
