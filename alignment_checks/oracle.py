@@ -47,10 +47,9 @@ class Oracle:
         return self._parameters[name]
 
     @torch.no_grad()
-    def logprobs(self, tokens: Sequence[int]) -> Tensor:
-        """Logprobs [T, V] fp32 on the CPU: row t is the distribution of token t + 1, with the adapters that are added now."""
-        logits = self._model(torch.tensor([list(tokens)], device=self.device), use_cache=False).logits[0]
-        return torch.log_softmax(logits.float(), -1).cpu()
+    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [N, T, V] fp32 of N sequences of equal length, with the adapters that are added now: row t is about token t + 1."""
+        return self._model(torch.tensor([list(s) for s in sequences], device=self.device), use_cache=False).logits.float()
 
     @contextmanager
     def adapted(self, deltas: Iterable[Delta]) -> Iterator[Oracle]:

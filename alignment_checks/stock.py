@@ -26,7 +26,7 @@ import torch
 
 from .oracle import Oracle
 from .peft_adapter import PeftAdapter
-from .report import CheckResult, Place, Report
+from .report import CheckResult, Report
 from .stock_client import Answer, Client, ServerError
 from .stock_measure import (
     BASE_MULTIPLE,
@@ -87,7 +87,11 @@ class StockCheck:
     longest: int = 0
     before: list[list[Answer]] = field(default_factory=list)
     """Answers to the base probe, asked three times before anything else."""
+    reference: Expected | None = None
+    """The oracle at the points of the first of them."""
     with_adapter: list[Answer] = field(default_factory=list)
+    during: dict[str, list[Answer]] = field(default_factory=dict)
+    """Answers to the base probe while an adapter was loaded, by what it was."""
     loaded: set[str] = field(default_factory=set)
     may_load: bool = False
     """Whether adapters can and may be loaded."""
@@ -154,12 +158,12 @@ class StockCheck:
         answers = [self.client.score(self.base_name, tokens) for tokens in self._prompts(self.settings.tokens)]
         expected = Expected(self.oracle, answers)
         difference = said(answers) - expected.base
-        distance, rounding = rms(difference), rms(expected.rounded() - expected.base)
+        distance, rounding = rms(difference), expected.base_rounding()
         limit = BASE_MULTIPLE * max(rounding, RESOLUTION)
         result.metrics |= {"distance": distance, "rounding": rounding, "limit": limit}
         result.compared += len(difference)
         if distance <= limit:
-            self.before = [answers]
+            self.before, self.reference = [answers], expected
             self.noise = Noise(distance)
             return
         if rms(said(answers) - expected.values(self.adapter.deltas)) <= limit:
@@ -234,7 +238,7 @@ class StockCheck:
         """One role alone has the effect that it should."""
         noise = self._require(self.noise, "the base did not agree")
         deltas = self.adapter.of_role(role)
-        factor = enlargement(Expected(self.oracle, self.before[0]), deltas, noise, role)
+        factor = enlargement(self.reference, deltas, noise, role)
         result.metrics["enlarged"] = factor
         with self._served_alone([role], role, factor) as name:
             answers = [self.client.score(name, tokens) for tokens in self._prompts(self.settings.tokens)]
@@ -243,7 +247,7 @@ class StockCheck:
     def check_reload(self, result: CheckResult) -> None:
         """A name that gets other weights answers with them, also for a prompt whose prefix is cached."""
         noise = self._require(self.noise, "the base did not agree")
-        factor = enlargement(Expected(self.oracle, self.before[0]), self.adapter.deltas, noise, "the adapter")
+        factor = enlargement(self.reference, self.adapter.deltas, noise, "the adapter")
         prompts = self._prompts(self._cached_tokens(), offset=300, count=3)
         with self._served_alone(self.adapter.roles, "reload", -factor) as name:
             for words, sign in (("negated", -1.0), ("reloaded", 1.0)):
@@ -263,7 +267,7 @@ class StockCheck:
         self._require(self.noise, "the base did not agree")
         with self._served_alone(self.adapter.roles, "unload", 1.0) as name:
             self.client.score(name, self._prompts(self.settings.tokens)[0])
-        self._must_refuse(result, name, "the unloaded adapter")
+        self._must_refuse(result, name, "an unloaded adapter")
         listed = [m.name for m in self.client.models()]
         result.require(name not in listed, f"{name} is listed after it was unloaded")
 
@@ -290,16 +294,18 @@ class StockCheck:
         self._must_refuse(result, f"samebits-no-such-adapter-{secrets.token_hex(4)}", "an adapter that was never loaded")
 
     def check_isolation(self, result: CheckResult) -> None:
-        """After everything, the base answers as before, to the last bit or to what repeating a request changes."""
+        """With adapters loaded and after everything, the base answers as before, to the last bit or to what repeating a request changes."""
         self._require(len(self.before) > 1, "the base did not agree")
-        after = [self.client.score(self.base_name, tokens) for tokens in self._prompts(self.settings.tokens)]
-        change = same_points(self.before[0], after)
-        largest, limit = float(change.abs().max()), 3 * self.repeat
-        result.metrics |= {"largest": largest, "limit": limit}
-        place = Expected(self.oracle, after).place(said(after) - said(self.before[0])) if len(change) == len(said(after)) else Place()
-        result.require(
-            largest <= limit, "requests without the adapter are answered differently than before adapters were used", place, largest, limit
-        )
+        later = {f"while {words} was loaded": answers for words, answers in self.during.items()}
+        later["after all"] = [self.client.score(self.base_name, tokens) for tokens in self._prompts(self.settings.tokens)]
+        limit = 3 * self.repeat
+        result.metrics |= {"limit": limit, "largest": 0.0}
+        for words, answers in later.items():
+            change = same_points(self.before[0], answers)
+            largest = float(change.abs().max())
+            result.metrics["largest"] = max(result.metrics["largest"], largest)
+            message = f"{words}, requests without the adapter are answered differently than before adapters were used"
+            result.require(largest <= limit, message, measured=largest, limit=limit)
 
     def _hold(self, result: CheckResult, answers: Sequence[Answer], adapted: bool, noise: Noise, words: str) -> None:
         """Hold one turn of a conversation that mixes base and adapter against the side it belongs to."""
@@ -350,6 +356,7 @@ class StockCheck:
         self.adapter.write_alone(folder, roles, factor)
         name = self._load(folder, words)
         yield name
+        self.during[words] = [self.client.score(self.base_name, tokens) for tokens in self._prompts(self.settings.tokens)]
         self.client.unload(name)
         self.loaded.discard(name)
 

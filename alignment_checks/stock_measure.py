@@ -73,29 +73,37 @@ class Expected:
     """The oracle's logprobs at the points of a set of answers, for any adapter."""
 
     def __init__(self, oracle: Oracle, answers: Sequence[Answer]):
-        """`answers`: what the server said, which fixes tokens and points."""
+        """`answers`: what the server said, which fixes tokens (as many in each answer) and points."""
         self._oracle = oracle
         self.answers = list(answers)
         self.base = self.values()
+        self._rounding: float | None = None
 
     def values(self, deltas: Sequence[Delta] = (), temperature: float = 1.0, shift: int = 0) -> Tensor:
         """[P] fp64 in the order of `said`. `temperature` and `shift` (positions) are those of a server that misreports."""
-        found = []
         with self._oracle.adapted(deltas) as oracle:
-            for answer in self.answers:
-                logprobs_TV = torch.log_softmax(oracle.logprobs(answer.tokens).double() / temperature, -1)
-                at = torch.tensor([p - 1 + shift for p, _, _ in answer.logprobs]).clamp(0, len(answer.tokens) - 1)
-                found.append(logprobs_TV[at, torch.tensor([token for _, token, _ in answer.logprobs])])
+            logits_NTV = oracle.logits([answer.tokens for answer in self.answers])
+        found = []
+        for answer, logits_TV in zip(self.answers, logits_NTV, strict=True):
+            logprobs_TV = torch.log_softmax(logits_TV.double() / temperature, -1)
+            at = torch.tensor([p - 1 + shift for p, _, _ in answer.logprobs]).clamp(0, len(answer.tokens) - 1)
+            found.append(logprobs_TV[at, torch.tensor([token for _, token, _ in answer.logprobs])].cpu())
         return torch.cat(found)
 
-    def rounded(self, deltas: Sequence[Delta] = ()) -> Tensor:
-        """The same with every module's output rounded to bf16."""
+    def rounding(self, deltas: Sequence[Delta], exact: Tensor) -> float:
+        """How far the oracle moves when every module's output is rounded to bf16, rms in nats. `exact` is the unrounded answer."""
         with self._oracle.rounded():
-            return self.values(deltas)
+            return rms(self.values(deltas) - exact)
+
+    def base_rounding(self) -> float:
+        """The same without the adapter."""
+        if self._rounding is None:
+            self._rounding = self.rounding((), self.base)
+        return self._rounding
 
     def growth(self, deltas: Sequence[Delta], exact: Tensor) -> float:
         """Rounding error with an adapter over rounding error without."""
-        return rms(self.rounded(deltas) - exact) / max(rms(self.rounded() - self.base), 1e-12)
+        return self.rounding(deltas, exact) / max(self.base_rounding(), 1e-12)
 
     def place(self, difference: Tensor) -> Place:
         """Where a difference [P] is largest."""
@@ -139,10 +147,10 @@ def compare(result: CheckResult, expected: Expected, deltas: Sequence[Delta], no
         decide_applied(result, share, error, f"{what} (effect {size:.2g} nats, limit {limit:.2g})", expected.place(difference))
 
 
-def decide_applied(result: CheckResult, share: float, error: float, what: str, place: Place = Place()) -> None:
+def decide_applied(result: CheckResult, share: float, error: float, what: str, place: Place | None = None) -> None:
     """Agree or not by the multiple of the effect that is shown, where it is known well enough. Raises `CannotTellError` where not."""
     if abs(share - 1) - 3 * error > APPLIED_RANGE:
-        result.require(False, f"{what}: applied at {share:.2f} ± {error:.2f} of its effect", place, share, 1 + APPLIED_RANGE)
+        result.require(False, f"{what}: applied at {share:.2f} ± {error:.2f} of its effect", place or Place(), share, 1 + APPLIED_RANGE)
     elif error <= APPLIED_ERROR and abs(share - 1) <= APPLIED_RANGE:
         result.compared += 1
     else:
@@ -161,17 +169,17 @@ def explain(expected: Expected, deltas: Sequence[Delta], limit: float) -> str:
             rest = [d for d in deltas if not d.target.role.startswith(start)]
             if 0 < len(rest) < len(deltas):
                 candidates.append((f"{words} applied", rest))
-    candidates += [(f"scaled {f:g} times", [d.scaled(f) for d in deltas]) for f in (2.0, 0.5, 4.0, 0.25) if deltas]
     if any(abs(d.scale - d.plain_scale) > 1e-6 * d.scale for d in deltas):
         plain = [d.scaled(d.plain_scale / d.scale) for d in deltas]
         candidates.append(("scaled by lora_alpha / r of the configuration: alpha_pattern, rank_pattern or rsLoRA is ignored", plain))
+    candidates += [(f"scaled {f:g} times", [d.scaled(f) for d in deltas]) for f in (2.0, 0.5, 4.0, 0.25) if deltas]
     found = [(rms(shown - expected.values(changed)), words) for words, changed in candidates]
     for shift in (1, -1):
         found.append((rms(shown - expected.values(deltas, shift=shift)), f"logprobs are those of the token at {shift:+d}"))
     temperature = _temperature(expected, deltas, shown)
     if temperature is not None:
         found.append((rms(shown - expected.values(deltas, temperature)), f"logprobs are at temperature {temperature:.2f}"))
-    distance, words = min(found)
+    distance, words = min(found, key=lambda pair: pair[0])  # of equals the first, which says more
     return words if distance <= 1.5 * limit else "differs from W + scale B A by more than rounding, and no single fault explains it"
 
 
