@@ -42,6 +42,11 @@ class Oracle:
         """Number of token ids."""
         return int(self.config["vocab_size"])
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer routes tokens to experts."""
+        return any(is_moe_layer(self.config, layer) for layer in range(self.config["num_hidden_layers"]))
+
     def weight(self, name: str) -> Tensor:
         """A weight of the base, fp32, by the model's parameter name."""
         return self._parameters[name]

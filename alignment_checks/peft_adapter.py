@@ -80,7 +80,7 @@ class Delta:
 
     def scaled(self, factor: float) -> Delta:
         """The same change, `factor` times as large."""
-        return replace(self, scale=self.scale * factor)
+        return replace(self, scale=self.scale * factor, plain_scale=self.plain_scale * factor)
 
 
 def targets_of(config: Mapping[str, Any]) -> dict[str, Target]:

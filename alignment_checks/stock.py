@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from .oracle import Oracle
 from .peft_adapter import PeftAdapter
 from .report import CheckResult, Report
@@ -44,32 +42,12 @@ from .stock_measure import (
     said,
     same_points,
 )
+from .stock_probe import NotCheckedError, Settings, plots, random_prompts
 
 Known = TypeVar("Known")
 FIXED = ("server.models", "server.base", "server.repeat", "adapter.used", "adapter.logprobs", "adapter.generation")
 LOADED = ("adapter.prefix_cache", "adapter.reload", "adapter.unload")
 LAST = ("server.unknown_name", "server.isolation")
-
-
-class NotCheckedError(RuntimeError):
-    """A check could not be made because of an earlier one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Sizes of the probe and what may be done to the server."""
-
-    prompts: int = 6
-    tokens: int = 48
-    """Tokens of a scored prompt."""
-    cached_tokens: int = 288
-    """Tokens of a prompt that goes through the prefix cache: more than two blocks of 128."""
-    generated: int = 8
-    load: bool = True
-    """Whether adapters may be loaded into the server and unloaded again."""
-    scratch: Path | None = None
-    """Folder that the server can read too, for the adapters that are loaded; default a new temporary folder."""
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -158,15 +136,15 @@ class StockCheck:
         answers = [self.client.score(self.base_name, tokens) for tokens in self._prompts(self.settings.tokens)]
         expected = Expected(self.oracle, answers)
         difference = said(answers) - expected.base
-        distance, rounding = rms(difference), expected.base_rounding()
+        distance, rounding = expected.size(difference), expected.size(expected.base_rounding)
         limit = BASE_MULTIPLE * max(rounding, RESOLUTION)
         result.metrics |= {"distance": distance, "rounding": rounding, "limit": limit}
         result.compared += len(difference)
         if distance <= limit:
             self.before, self.reference = [answers], expected
-            self.noise = Noise(distance)
+            self.noise = Noise(distance, rms(difference))
             return
-        if rms(said(answers) - expected.values(self.adapter.deltas)) <= limit:
+        if expected.size(said(answers) - expected.values(self.adapter.deltas)) <= limit:
             result.require(False, "requests without the adapter are answered with it", expected.place(difference), distance, limit)
             return
         why = explain(expected, [], limit)
@@ -214,7 +192,7 @@ class StockCheck:
         self._require(self.with_adapter, "the adapter gave no answer")
         expected = Expected(self.oracle, self.with_adapter)
         exact = expected.values(self.adapter.deltas)
-        self.report.plots |= _plots(self.with_adapter, exact)
+        self.report.plots |= plots(self.with_adapter, exact)
         compare(result, expected, self.adapter.deltas, noise, self.name, exact)
 
     def check_generation(self, result: CheckResult) -> None:
@@ -316,13 +294,12 @@ class StockCheck:
         else:
             difference = said(answers) - expected.base
             limit = noise.limit(1.0)
-            if rms(difference) > limit and rms(said(answers) - expected.values(self.adapter.deltas)) < rms(difference):
-                part.require(False, f"{words}: the answer is the adapter's", expected.place(difference), rms(difference), limit)
+            distance = expected.size(difference)
+            if distance > limit and expected.size(said(answers) - expected.values(self.adapter.deltas)) < distance:
+                part.require(False, f"{words}: the answer is the adapter's", expected.place(difference), distance, limit)
             else:
-                part.require(
-                    rms(difference) <= limit, f"{words}: the answer is not the base's", expected.place(difference), rms(difference), limit
-                )
-            part.metrics["distance"] = rms(difference)
+                part.require(distance <= limit, f"{words}: the answer is not the base's", expected.place(difference), distance, limit)
+            part.metrics["distance"] = distance
         _merge(result, part, words.split(" the ")[0].replace(" ", "_"))
 
     def _must_refuse(self, result: CheckResult, name: str, what: str) -> None:
@@ -376,11 +353,8 @@ class StockCheck:
                     self.client.unload(name)
 
     def _prompts(self, length: int, offset: int = 0, count: int | None = None) -> list[list[int]]:
-        """Random token ids: any id goes, and no tokenizer is asked."""
-        generator = torch.Generator().manual_seed(self.settings.seed + offset)
-        length = min(length, self.longest - 1)
-        shape = (count or self.settings.prompts, length)
-        return torch.randint(0, self.oracle.vocab, shape, generator=generator).tolist()
+        shape = (count or self.settings.prompts, min(length, self.longest - 1))
+        return random_prompts(self.oracle.vocab, shape, self.settings.seed + offset)
 
     def _cached_tokens(self) -> int:
         return min(self.settings.cached_tokens, self.longest - self.settings.generated - 1)
@@ -416,22 +390,6 @@ def _merge(result: CheckResult, part: CheckResult, prefix: str) -> None:
     result.compared += part.compared
     result.findings += part.findings
     result.metrics |= {f"{prefix}.{key}": value for key, value in part.metrics.items()}
-
-
-def _plots(answers: Sequence[Answer], exact: torch.Tensor) -> dict[str, object]:
-    shown = said(answers)
-    positions = torch.tensor([p for answer in answers for p, _, _ in answer.logprobs])
-    gap = (shown - exact).abs()
-    rows = [(int(p), gap[positions == p]) for p in positions.unique()]
-    return {
-        "scatter": {"trainer": exact.tolist()[:4000], "engine": shown.tolist()[:4000]},
-        "by_position": {
-            "position": [p for p, _ in rows],
-            "mean": [float(g.mean()) for _, g in rows],
-            "q95": [float(g.quantile(0.95)) for _, g in rows],
-            "max": [float(g.max()) for _, g in rows],
-        },
-    }
 
 
 def _resolved(path: str) -> str:

@@ -160,16 +160,17 @@ class StockServer:
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise ServerStartError(f"vllm serve ended with status {self._process.returncode}: {self._last_error()}")
+                raise ServerStartError(f"vllm serve ended with status {self._process.returncode}: {self.last_error()}")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
             time.sleep(0.5)
-        raise ServerStartError(f"vllm serve was not up after {self.seconds:.0f} s: {self._last_error()}")
+        raise ServerStartError(f"vllm serve was not up after {self.seconds:.0f} s: {self.last_error()}")
 
-    def _last_error(self) -> str:
+    def last_error(self) -> str:
+        """The last line of the server's output that names an error."""
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line and "Traceback" not in line and "See root cause" not in line]
         return (errors or lines or ["no output"])[-1].strip()[-400:]

@@ -17,7 +17,7 @@ from samebits.alignment_checks.peft_adapter import PeftAdapter
 from samebits.alignment_checks.report import Report
 from samebits.alignment_checks.stock import Settings, StockCheck
 from samebits.alignment_checks.stock_client import Client
-from samebits.alignment_checks.stock_models import ALL_DENSE, ATTENTION, build_adapter, build_base, build_expert_adapter
+from samebits.alignment_checks.stock_models import ALL_DENSE, ATTENTION, StockServer, build_adapter, build_base, build_expert_adapter
 from samebits.recipes.verify_stock import verify_server
 from tests.support.fake_openai import FakeServer, Fault
 
@@ -46,6 +46,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
             rank_pattern={"o_proj": 2},
             alpha_pattern={"q_proj": 20},
             **lora,
+        ),
+        "small_patterns": build_adapter(
+            folder / "small_patterns", dense, size=1e-3, target_modules=["q_proj", "o_proj"], alpha_pattern={"q_proj": 20}, **lora
         ),
         "rslora": build_adapter(folder / "rslora", dense, target_modules=["v_proj", "down_proj"], use_rslora=True, **lora),
         "head": build_adapter(folder / "head", dense, target_modules=["v_proj", "lm_head"], **lora),
@@ -122,6 +125,12 @@ FAULTS = {
     "alpha doubled": ("qv", Fault(scale=2.0), ["adapter.logprobs", "adapter.role.q_proj"], "scaled 2 times"),
     "another adapter": ("qv", Fault(shuffle=True), ["adapter.logprobs", "adapter.role.q_proj"], "no single fault explains it"),
     "patterns ignored": ("patterns", Fault(plain_scale=True), ["adapter.logprobs", "adapter.role.q_proj"], "alpha_pattern, rank_pattern"),
+    "patterns ignored, small": (
+        "small_patterns",
+        Fault(plain_scale=True),
+        ["adapter.role.q_proj"],
+        "q_proj alone: scaled by lora_alpha / r",
+    ),
     "rsLoRA ignored": ("rslora", Fault(plain_scale=True), ["adapter.logprobs", "adapter.role.v_proj"], "rsLoRA is ignored"),
     "stale prefix cache": ("qv", Fault(stale_prefix=True), ["adapter.prefix_cache"], "the adapter is not applied"),
     "stale after a reload": ("qv", Fault(stale_name=True), ["adapter.reload"], "reloaded adapter"),
@@ -286,3 +295,36 @@ def test_a_copy_of_the_head_that_is_not_the_bases_is_refused(files, tmp_path):
     with FakeServer(files["dense"]) as fake:
         code, _, err = run_cli(files, fake.url, adapter=folder)
     assert code == 2 and "lm_head.base_layer.weight is not the base's" in err
+
+
+REAL = {"given": "agree", "loaded": "agree", "zeroed": "disagree", "patterns": "disagree"}
+
+
+@pytest.mark.slow
+def test_vllm_serve(files, tmp_path):
+    """The program itself, with no plugin and no patch: what it serves rightly agrees, wrong bytes and its own fault do not.
+
+    vLLM 0.31 reads neither `alpha_pattern` nor `rank_pattern`; PEFT's documentation has both.
+    """
+    zeroed = spoiled(files["all"], tmp_path / "zeroed")
+    tensors = load_file(zeroed / "adapter_model.safetensors")
+    save_file({n: t * 0 if "v_proj.lora_B" in n else t for n, t in tensors.items()}, zeroed / "adapter_model.safetensors")
+    modules = ["--lora-modules", f"given={files['all']}", f"zeroed={zeroed}"]
+    arguments = ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "512", "--enforce-eager", *modules]
+    oracle = Oracle(files["dense"])
+    cases = {"given": ("all", "given"), "loaded": ("rslora", None), "zeroed": ("all", "zeroed"), "patterns": ("patterns", None)}
+    with StockServer(files["dense"], tmp_path / "server.log", arguments) as server:
+        reports = {}
+        for case, (adapter, name) in cases.items():
+            client = Client(server.url)
+            reports[case] = StockCheck(
+                client, oracle, PeftAdapter(files[adapter], oracle.config), name, Settings(prompts=4, tokens=32)
+            ).run()
+        code, _, err = run_cli(files, server.url, "--name", "absent", adapter=files["all"])
+    assert {case: report.verdict for case, report in reports.items()} == REAL, {case: words(r) for case, r in reports.items()}
+    assert "v_proj is not applied" in words(reports["zeroed"])
+    assert "alpha_pattern, rank_pattern or rsLoRA is ignored" in words(reports["patterns"])
+    assert code == 2 and "adapter absent is not listed; the server lists" in err
+    for name in ("server.base", "adapter.logprobs"):  # a real server rounds: the limit is measured and not trivial
+        metrics = next(r for r in reports["given"].results if r.name == name).metrics
+        assert 1e-4 < metrics["distance"] < metrics["limit"] < 0.2
