@@ -1,8 +1,8 @@
 """Small models and adapters with random weights, as stock tools write them, and a stock `vllm serve` over them.
 
 The base is saved by transformers, the adapter by PEFT (an adapter on single experts is written with the names that vLLM reads, because
-PEFT cannot address one expert of transformers' fused ones). The server is the `vllm` program of the running Python's environment in a
-process of its own, with no plugin loaded. Used by the tests and by `stock_demo`.
+PEFT cannot address one expert of transformers' fused ones). The server is `vllm serve` of the running Python's environment in a process
+of its own, with no plugin loaded. Used by the tests and by `stock_demo`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,7 +126,8 @@ class StockServer:
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> StockServer:
-        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.base), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.base)]  # what the program `vllm` runs
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         names = vllm_under_its_name(self.log.parent)
         if names is not None:
             self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(names), self._environment.get("PYTHONPATH")]))
@@ -172,7 +174,7 @@ class StockServer:
     def last_error(self) -> str:
         """The last line of the server's output that names an error."""
         lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line and "Traceback" not in line and "See root cause" not in line]
+        errors = [line for line in lines if re.search(r"\b(?!EngineDeadError)\w+(Error|Exception): ", line)]
         return (errors or lines or ["no output"])[-1].strip()[-400:]
 
 
