@@ -142,7 +142,7 @@ class StockCheck:
         result.compared += len(difference)
         if distance <= limit:
             self.before, self.reference = [answers], expected
-            self.noise = Noise(distance, rms(difference))
+            self.noise = Noise(distance, rms(difference), rounding)
             return
         if expected.size(said(answers) - expected.values(self.adapter.deltas)) <= limit:
             result.require(False, "requests without the adapter are answered with it", expected.place(difference), distance, limit)
@@ -293,7 +293,7 @@ class StockCheck:
             compare(part, expected, self.adapter.deltas, noise, words)
         else:
             difference = said(answers) - expected.base
-            limit = noise.limit(1.0)
+            limit = noise.limit(noise.growth(expected.size(expected.base_rounding)))
             distance = expected.size(difference)
             if distance > limit and expected.size(said(answers) - expected.values(self.adapter.deltas)) < distance:
                 part.require(False, f"{words}: the answer is the adapter's", expected.place(difference), distance, limit)

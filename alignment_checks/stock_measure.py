@@ -7,8 +7,8 @@ differ most is set aside, and held only against `BASE_MULTIPLE` times what such 
 
 - **noise**: server without adapter against the oracle without adapter. No adapter is in it, so it is rounding alone, once the base check
   has shown that it is about the rounding error of bf16 (`BASE_MULTIPLE` times at most).
-- **growth**: how much larger rounding errors become with the adapter, measured on the oracle itself with every module's output rounded to
-  bf16; 1 at least.
+- **growth**: how much larger than there rounding errors are with the adapter and at the points in question, measured on the oracle itself
+  with every module's output rounded to bf16; 1 at least.
 - **limit** = `NOISE_MULTIPLE` x noise x growth: what a correct server may differ by from the oracle with the adapter.
 - **effect**: oracle with against oracle without the adapter. The comparison decides where effect >= `EFFECT_MULTIPLE` x limit: then no
   server that ignores the adapter can be within the limit.
@@ -58,9 +58,15 @@ class Noise:
     """Server without adapter against oracle without adapter, rms in nats, in models with experts without what is set aside."""
     whole: float
     """The same over all points."""
+    rounding: float
+    """What rounding to bf16 does to the oracle at the same points."""
+
+    def growth(self, rounding: float) -> float:
+        """How much larger than at the base probe rounding errors are at other points or with an adapter."""
+        return rounding / max(self.rounding, 1e-12)
 
     def limit(self, growth: float) -> float:
-        """What a correct server may differ by from the oracle with an adapter."""
+        """What a correct server may differ by from the oracle."""
         return NOISE_MULTIPLE * max(self.base, RESOLUTION) * max(1.0, growth)
 
 
@@ -113,10 +119,6 @@ class Expected:
         """Root mean square of a difference [P], in models with experts without what is set aside."""
         return rms(difference, self.aside)
 
-    def growth(self, deltas: Sequence[Delta], exact: Tensor) -> float:
-        """Rounding error with an adapter over rounding error without."""
-        return self.size(self.rounding(deltas, exact)) / max(self.size(self.base_rounding), 1e-12)
-
     def place(self, difference: Tensor) -> Place:
         """Where a difference [P] is largest."""
         worst = int(difference.abs().argmax())
@@ -148,7 +150,7 @@ def compare(result: CheckResult, expected: Expected, deltas: Sequence[Delta], no
     shown = said(expected.answers)
     difference, effect = shown - exact, exact - expected.base
     rounding = expected.rounding(deltas, exact)
-    growth = expected.size(rounding) / max(expected.size(expected.base_rounding), 1e-12)
+    growth = noise.growth(expected.size(rounding))
     distance, size, limit = expected.size(difference), expected.size(effect), noise.limit(growth)
     share, error = expected.applied(shown - expected.base, effect)
     result.metrics |= {"distance": distance, "limit": limit, "effect": size, "growth": growth, "applied": share}
@@ -236,7 +238,7 @@ def enlargement(expected: Expected, deltas: Sequence[Delta], noise: Noise, what:
         size = expected.size(exact - expected.base)
         if size == 0:
             raise CannotTellError(f"adapter effect too small to tell: {what}: every product B A is zero")
-        wanted = 1.25 * EFFECT_MULTIPLE * noise.limit(expected.growth(enlarged, exact))
+        wanted = 1.25 * EFFECT_MULTIPLE * noise.limit(noise.growth(expected.size(expected.rounding(enlarged, exact))))
         if size >= wanted:
             return factor
         factor *= 2.0 ** max(1, min(8, math.ceil(math.log2(wanted / size))))
