@@ -45,7 +45,7 @@ from .stock_measure import (
 from .stock_probe import NotCheckedError, Settings, plots, random_prompts
 
 Known = TypeVar("Known")
-FIXED = ("server.models", "server.base", "server.repeat", "adapter.used", "adapter.logprobs", "adapter.generation")
+FIXED = ("server.models", "server.base", "server.repeat", "adapter.listed", "adapter.used", "adapter.logprobs", "adapter.generation")
 LOADED = ("adapter.prefix_cache", "adapter.reload", "adapter.unload")
 LAST = ("server.unknown_name", "server.isolation")
 
@@ -63,6 +63,7 @@ class StockCheck:
     base_name: str = ""
     noise: Noise | None = None
     longest: int = 0
+    listed: bool = False
     before: list[list[Answer]] = field(default_factory=list)
     """Answers to the base probe, asked three times before anything else."""
     reference: Expected | None = None
@@ -88,6 +89,7 @@ class StockCheck:
             report.run("server.models", self.check_models)
             report.run("server.base", self.check_base)
             report.run("server.repeat", self.check_repeat)
+            report.run("adapter.listed", self.check_listed)
             report.run("adapter.used", self.check_used)
             report.run("adapter.logprobs", self.check_logprobs)
             report.run("adapter.generation", self.check_generation)
@@ -106,29 +108,34 @@ class StockCheck:
         return report
 
     def check_models(self, result: CheckResult) -> None:
-        """The base is listed, and so is the adapter, which is loaded first where no name was given and none is listed."""
+        """The base is listed. Finds the adapter's name where it was not given; loads nothing yet."""
         models = self.client.models()
         bases = [m for m in models if m.parent is None]
         if not bases:
             raise ServerError(f"{self.client.url}/v1/models lists no base model")
-        listed = {m.name: m for m in models}
         if self.name is None:
             here = str(self.adapter.folder.resolve())
             self.name = next((m.name for m in models if m.parent is not None and m.root and _resolved(m.root) == here), None)
+        entry = next((m for m in models if m.name == self.name), None)
+        parent = None if entry is None else entry.parent
+        self.base_name = parent if parent in {m.name for m in models} else bases[0].name
+        limits = [m.max_tokens for m in models if m.max_tokens] or [int(self.oracle.config["max_position_embeddings"])]
+        self.longest = min(limits)
+        result.compared += 1
+
+    def check_listed(self, result: CheckResult) -> None:
+        """The adapter is listed, as one. Loads it where no name was given and none was found: the base has been measured by then."""
         if self.name is None:
             if not self.may_load:
                 raise NotCheckedError(f"no listed adapter comes from {self.adapter.folder} and this server loads none; give --name")
             self.name = self._load(self.adapter.folder, "whole")
-            listed = {m.name: m for m in self.client.models()}
-        if self.name not in listed:
-            raise NotCheckedError(f"adapter {self.name} is not listed; the server lists {', '.join(listed)}")
-        entry = listed[self.name]
-        if entry.parent is None:
+        models = {m.name: m for m in self.client.models()}
+        if self.name not in models:
+            raise NotCheckedError(f"adapter {self.name} is not listed; the server lists {', '.join(models)}")
+        if models[self.name].parent is None:
             raise NotCheckedError(f"{self.name} is listed as a base model and not as an adapter")
-        self.base_name = entry.parent if entry.parent in listed else bases[0].name
-        limits = [m.max_tokens for m in models if m.max_tokens] or [int(self.oracle.config["max_position_embeddings"])]
-        self.longest = min(limits)
-        result.compared += 2
+        self.listed = True
+        result.compared += 1
 
     def check_base(self, result: CheckResult) -> None:
         """Without the adapter the server computes the base checkpoint, to within rounding. Measures the noise."""
@@ -144,9 +151,12 @@ class StockCheck:
             self.before, self.reference = [answers], expected
             self.noise = Noise(distance, rms(difference), rounding)
             return
-        if expected.size(said(answers) - expected.values(self.adapter.deltas)) <= limit:
-            result.require(False, "requests without the adapter are answered with it", expected.place(difference), distance, limit)
-            return
+        parts = {"it": self.adapter.deltas} | {f"its {role}": self.adapter.of_role(role) for role in self.adapter.roles}
+        for words, deltas in parts.items():
+            if expected.size(said(answers) - expected.values(deltas)) <= limit:
+                message = f"requests without the adapter are answered with {words}"
+                result.require(False, message, expected.place(difference), distance, limit)
+                return
         why = explain(expected, [], limit)
         if why.startswith("logprobs are"):
             result.require(False, f"without the adapter, {why}", expected.place(difference), distance, limit)
@@ -171,7 +181,9 @@ class StockCheck:
     def check_used(self, result: CheckResult) -> None:
         """Requests under the adapter's name are answered with something else than the base."""
         noise = self._require(self.noise, "the base did not agree")
+        self._require(self.listed, "the adapter is not listed")
         self.with_adapter = [self.client.score(self.name, tokens) for tokens in self._prompts(self.settings.tokens)]
+        self.during[f"{self.name}"] = [self.client.score(self.base_name, tokens) for tokens in self._prompts(self.settings.tokens)]
         change = rms(same_points(self.before[0], self.with_adapter))
         floor = max(rms(same_points(self.before[0], later)) for later in self.before)
         expected = Expected(self.oracle, self.with_adapter)
@@ -198,6 +210,7 @@ class StockCheck:
     def check_generation(self, result: CheckResult) -> None:
         """Logprobs of generated tokens, from the decoding path, are those of W + scale B A too."""
         noise = self._require(self.noise, "the base did not agree")
+        self._require(self.listed, "the adapter is not listed")
         prompts = self._prompts(self.settings.tokens, offset=100)
         answers = [self.client.generate(self.name, tokens, self.settings.generated) for tokens in prompts]
         compare(result, Expected(self.oracle, answers), self.adapter.deltas, noise, f"{self.name}, generated tokens")
@@ -205,6 +218,7 @@ class StockCheck:
     def check_prefix_cache(self, result: CheckResult) -> None:
         """One prompt without, with, with, and without the adapter: no answer comes from what the other left in the prefix cache."""
         noise = self._require(self.noise, "the base did not agree")
+        self._require(self.listed, "the adapter is not listed")
         prompts = self._prompts(self._cached_tokens(), offset=200, count=3)
         turns = {"first without": (self.base_name, False), "with": (self.name, True), "again with": (self.name, True)}
         turns["again without"] = (self.base_name, False)

@@ -297,14 +297,15 @@ def test_a_copy_of_the_head_that_is_not_the_bases_is_refused(files, tmp_path):
     assert code == 2 and "lm_head.base_layer.weight is not the base's" in err
 
 
-REAL = {"given": "agree", "loaded": "agree", "zeroed": "disagree", "patterns": "disagree"}
+REAL = {"given": "agree", "loaded": "agree", "zeroed": "disagree", "patterns": "disagree", "head": "disagree"}
 
 
 @pytest.mark.slow
 def test_vllm_serve(files, tmp_path):
     """The program itself, with no plugin and no patch: what it serves rightly agrees, wrong bytes and its own fault do not.
 
-    vLLM 0.31 reads neither `alpha_pattern` nor `rank_pattern`; PEFT's documentation has both.
+    vLLM 0.31 reads neither `alpha_pattern` nor `rank_pattern`. On CPU it adds an adapter's lm_head to requests without the adapter too:
+    their slot is -1, which there is an index like any other. The head comes last, for unloading its name does not undo that.
     """
     zeroed = spoiled(files["all"], tmp_path / "zeroed")
     tensors = load_file(zeroed / "adapter_model.safetensors")
@@ -313,17 +314,19 @@ def test_vllm_serve(files, tmp_path):
     arguments = ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "512", "--enforce-eager", *modules]
     oracle = Oracle(files["dense"])
     cases = {"given": ("all", "given"), "loaded": ("rslora", None), "zeroed": ("all", "zeroed"), "patterns": ("patterns", None)}
+    cases["head"] = ("head", None)
     with StockServer(files["dense"], tmp_path / "server.log", arguments) as server:
+        code, _, err = run_cli(files, server.url, "--name", "absent", adapter=files["all"])
         reports = {}
         for case, (adapter, name) in cases.items():
             client = Client(server.url)
             reports[case] = StockCheck(
                 client, oracle, PeftAdapter(files[adapter], oracle.config), name, Settings(prompts=4, tokens=32)
             ).run()
-        code, _, err = run_cli(files, server.url, "--name", "absent", adapter=files["all"])
     assert {case: report.verdict for case, report in reports.items()} == REAL, {case: words(r) for case, r in reports.items()}
     assert "v_proj is not applied" in words(reports["zeroed"])
     assert "alpha_pattern, rank_pattern or rsLoRA is ignored" in words(reports["patterns"])
+    assert "while lm_head was loaded, requests without the adapter are answered differently" in words(reports["head"])
     assert code == 2 and "adapter absent is not listed; the server lists" in err
     for name in ("server.base", "adapter.logprobs"):  # a real server rounds: the limit is measured and not trivial
         metrics = next(r for r in reports["given"].results if r.name == name).metrics
