@@ -22,8 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from .terminal import fail, write_json
+from .verify_stock import verify_server
 
 verify_app = typer.Typer(help="Prove that trainer and engine agree, or name what does not.", no_args_is_help=True)
+
+verify_app.command("server")(verify_server)
 
 Subject = Annotated[str, typer.Argument(help="recipe, or the directory of a run: then with its newest adapter")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")]
