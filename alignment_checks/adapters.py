@@ -212,11 +212,12 @@ def _check_effect(
     used = result.require(
         due > pair.limits.effect and moved > pair.limits.effect, f"{message}: it is not used", where, moved, pair.limits.effect
     )
-    error = (found - want).abs().max().item()
-    # A fraction of the effect as well: where noise is large, the effect must still be this one.
-    limit = min(pair.limits.max_abs, 0.2 * due) if due else pair.limits.max_abs
     if used:
-        result.require(error <= limit, f"{message}, and the result differs from W + BA by {error:.2g}", where, error, limit)
+        # Relative to the effect and over all tokens: where rounding lets a route flip, a single logprob says little.
+        error = ((found - want).norm() / (want - plain).norm()).item()
+        limit = pair.limits.effect_error
+        result.require(error <= limit, f"{message}, and the result is {error:.0%} of that effect away from W + BA", where, error, limit)
+        result.metrics["distance"] = max(error, result.metrics.get("distance", 0.0))
 
 
 def isolation(pair: Pair, probes: Probes, result: CheckResult) -> None:

@@ -29,10 +29,15 @@ class Limits:
     """Largest difference of an operation's output, relative to its root mean square, that its formats explain."""
     effect: float = 1e-3
     """Smallest change of some logprob, nats, that shows that an adapter is used."""
+    effect_error: float = 0.02
+    """Largest distance from W + BA, relative to the adapter's effect, root mean square over tokens."""
+    gradient: float = 1e-3
+    """Largest difference of a gradient between two ways to cut a batch, relative to its norm; also of the loss."""
 
     @classmethod
     def of(cls, profile: NumericsProfile, kl_warn: float = 5e-3, kl_fail: float = 0.03) -> Limits:
         """Limits for a numerics profile, with a recipe's own KL thresholds."""
         if profile.activations == Format.FP32:
             return cls(kl_warn, kl_fail)
-        return cls(kl_warn, kl_fail, max_abs=1.0, mean=0.02, agreement=0.9, relative=0.05, effect=0.02)
+        bf16 = {"max_abs": 1.0, "mean": 0.02, "agreement": 0.9, "relative": 0.05, "effect": 0.02, "effect_error": 0.5, "gradient": 0.1}
+        return cls(kl_warn, kl_fail, **bf16)

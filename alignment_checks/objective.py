@@ -91,17 +91,15 @@ def split(pair: Pair, probes: Probes, result: CheckResult) -> None:
     whole, _, gradients = pair.trainer.loss_and_gradients(samples, advantages, routes)
     longest = max(len(s.tokens) for s in samples)
     cut, _, others = pair.trainer.loss_and_gradients(samples, advantages, routes, max_tokens=longest)
-    result.require(
-        math.isclose(whole, cut, rel_tol=1e-4, abs_tol=1e-6),
-        f"loss is {whole:.6g} in one piece and {cut:.6g} in micro-batches",
-        measured=cut,
-        limit=whole,
-    )
+    limit = pair.limits.gradient
+    # The loss is a sum that nearly cancels: its scale is that of its terms, one logprob of some nats a token.
+    message = f"loss is {whole:.6g} in one piece and {cut:.6g} in micro-batches"
+    result.require(abs(whole - cut) <= limit * 0.1, message, measured=cut, limit=whole)
     result.require(bool(gradients) and gradients.keys() == others.keys(), "micro-batches leave other parameters without gradient")
     for name, g in gradients.items():
         error, size = (g - others[name]).norm().item(), g.norm().item()
         message = f"gradient of {name} differs between one piece and micro-batches by {error / max(size, 1e-30):.2g}"
-        result.require(error <= 1e-3 * size + 1e-7, message, Place(tensor=name), error, 1e-3 * size)
+        result.require(error <= limit * size + 1e-7, message, Place(tensor=name), error, limit * size)
 
 
 def _loss(logprobs: Tensor, rollout: Tensor, advantages: Tensor, keep: Tensor, tokens: int):
