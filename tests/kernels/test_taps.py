@@ -29,9 +29,8 @@ def test_only_wanted_points_are_kept_and_asked_for():
 def test_one_listener_at_a_time_and_none_afterwards():
     assert not taps.recording("x")
     taps.tap("x", torch.ones(1))
-    with taps.record():
-        with pytest.raises(RuntimeError, match="already"):
-            taps.start(taps.Recorder())
+    with taps.record(), pytest.raises(RuntimeError, match="already"):
+        taps.start(taps.Recorder())
     with pytest.raises(RuntimeError, match="not being recorded"):
         taps.stop()
     with pytest.raises(ValueError), taps.record():
