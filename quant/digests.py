@@ -84,22 +84,24 @@ class Digester:
     """Takes tensors one by one, on any devices, and gives their digests at the end. A tensor must keep its values until then."""
 
     def __init__(self) -> None:
-        self._headers: dict[str, bytes] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
         self._pending: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
         self._pending_bytes = 0
-        self._launched: list[tuple[list[str], Tensor]] = []
+        self._launched: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
         self._lanes: dict[str, bytes] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor under a name. Raises `ValueError` when the name was used before."""
-        if name in self._headers:
+        if name in self._kinds:
             raise ValueError(f"{name!r} is digested already")
-        tensor = tensor.detach()
-        size = tensor.numel() * tensor.element_size()
-        self._headers[name] = f"{ALGORITHM} {str(tensor.dtype)[6:]} {tuple(tensor.shape)} {size}\0".encode()
-        names, tensors = self._pending.setdefault(tensor.device, ([], []))
+        size = tensor.nbytes
+        self._kinds[name] = (tensor.dtype, tensor.shape, size)
+        device = tensor.device
+        if device not in self._pending:
+            self._pending[device] = ([], [])
+        names, tensors = self._pending[device]
         names.append(name)
-        tensors.append(tensor if tensor.is_contiguous() else tensor.contiguous())
+        tensors.append(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
         self._pending_bytes += size
         if self._pending_bytes >= _BATCH_BYTES:
             self._flush()
@@ -107,14 +109,12 @@ class Digester:
     def finish(self) -> dict[str, str]:
         """Name to digest, in the order of `add`. The one place that waits for a device."""
         self._flush()
-        by_device: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
-        for names, lanes in self._launched:
-            by_device.setdefault(lanes.device, []).append((names, lanes))
-        for batches in by_device.values():
-            lanes = torch.cat([lanes for _, lanes in batches]).cpu().numpy()
-            self._keep([name for names, _ in batches for name in names], lanes)
+        headers = [(name, _header(*kind)) for name, kind in self._kinds.items()]  # while a device works
+        for batches in self._launched.values():
+            lanes = torch.cat([lanes for _, lanes in batches]) if len(batches) > 1 else batches[0][1]
+            self._keep([name for names, _ in batches for name in names], lanes.cpu().numpy())
         self._launched.clear()
-        return {name: hashlib.blake2b(head + self._lanes[name], digest_size=16).hexdigest() for name, head in self._headers.items()}
+        return {name: hashlib.blake2b(header + self._lanes[name], digest_size=16).hexdigest() for name, header in headers}
 
     def _flush(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
@@ -124,7 +124,7 @@ class Digester:
             elif fast_path(tensors[0]):
                 from .triton_digest import device_lanes
 
-                self._launched.append((names, device_lanes(tensors)))
+                self._launched.setdefault(device, []).append((names, device_lanes(tensors)))
             else:
                 sums = [torch_sums(t) for t in tensors]
                 self._keep(names, combine(torch.cat(sums).cpu().numpy().view(np.uint64), [len(s) for s in sums]))
@@ -133,6 +133,11 @@ class Digester:
         data = lanes.astype("<u8", copy=False).tobytes()
         step = 8 * LANES
         self._lanes |= {name: data[i * step : i * step + step] for i, name in enumerate(names)}
+
+
+@lru_cache(maxsize=4096)
+def _header(dtype: torch.dtype, shape: torch.Size, size: int) -> bytes:
+    return f"{ALGORITHM} {str(dtype).removeprefix('torch.')} {tuple(shape)} {size}\0".encode()
 
 
 def host_lanes(tensors: list[Tensor]) -> np.ndarray:
@@ -165,7 +170,7 @@ def host_lanes(tensors: list[Tensor]) -> np.ndarray:
 
 def _host_words(t: Tensor) -> np.ndarray:
     """Little-endian uint32 words of a contiguous CPU tensor; a view where the length allows it."""
-    data = t.reshape(-1).view(torch.uint8).numpy()
+    data = t.detach().reshape(-1).view(torch.uint8).numpy()
     if len(data) % 4:
         data = np.concatenate((data, np.zeros(-len(data) % 4, np.uint8)))
     return data.view("<u4")
@@ -209,7 +214,7 @@ def _host_sums(jobs: list[list[_Part]], sums: np.ndarray) -> None:
 
 def torch_sums(t: Tensor) -> Tensor:
     """S of a contiguous tensor by torch operations on its device, int64 [chunks, 4] with the bits of uint64."""
-    data = t.reshape(-1).view(torch.uint8)
+    data = t.detach().reshape(-1).view(torch.uint8)
     chunks = -(-len(data) // CHUNK_BYTES)
     out = torch.empty(chunks, LANES, dtype=torch.int64, device=t.device)
     keys = torch.from_numpy(constants()[0].view(np.int64)).to(t.device)

@@ -1,9 +1,9 @@
 """Triton kernel for CUDA: the lanes of `quant.digests` for many tensors in one launch.
 
 A program takes ROWS chunks of one tensor side by side, so that a key is loaded once for ROWS words, and adds what it found to the four
-lanes of its tensor with integer atomics, whose order does not matter. A table says which tensor and which chunks a program has; it is the
-one thing that is copied to the device. Two uint32 words are loaded as one int64. Tensors that cannot be read that way (an odd
-address or a number of bytes that is no multiple of 8) are copied on the device first.
+lanes of its tensor with integer atomics, whose order does not matter. A table says which tensor and which chunks a program has; with the
+lanes it is the one thing that is copied to the device. Two uint32 words are loaded as one int64. Tensors that cannot be read that way (an
+odd address, or a number of bytes that is no multiple of 8) are copied on the device first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 from .digests import CHUNK, LANES, constants
 
 # Chunks and columns (pairs of words) of a program's tile, and its warps: the fastest of a sweep on an H200 with 1 GiB of bf16.
-ROWS, BLOCK, WARPS = 4, 128, 4
+ROWS, BLOCK, WARPS = 4, 256, 8
 _KEYS: dict[torch.device, Tensor] = {}
-_GROUP_BITS = 32
 
 
 @triton.jit
@@ -42,8 +41,13 @@ def _add_lane(sums, row, stride, exists, lane_ptr):
 
 
 @triton.jit
-def _lanes_kernel(table_ptr, keys_ptr, lanes_ptr, tensors, PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One tile of chunks. `table_ptr`: addresses, numbers of pairs of words, then (tensor << 32 | tile) of each program; int64."""
+def _lanes_kernel(buffer_ptr, keys_ptr, tensors, PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One tile of chunks.
+
+    `buffer_ptr`, int64: four lanes of each tensor, then the table: addresses, numbers of pairs of words, and (tensor << 32 | tile) of
+    each program.
+    """
+    table_ptr = buffer_ptr + 4 * tensors
     work = tl.load(table_ptr + 2 * tensors + tl.program_id(0))
     tensor = work >> 32
     row = (work & 0xFFFFFFFF) * ROWS + tl.arange(0, ROWS)
@@ -69,7 +73,7 @@ def _lanes_kernel(table_ptr, keys_ptr, lanes_ptr, tensors, PAIRS: tl.constexpr, 
         sums3 += low * key3 + high * key4
     exists = row * PAIRS < pairs
     strides_ptr = keys_ptr + 2 * PAIRS + 3
-    lanes_ptr += tensor * 4
+    lanes_ptr = buffer_ptr + 4 * tensor
     _add_lane(sums0, row, tl.load(strides_ptr), exists, lanes_ptr)
     _add_lane(sums1, row, tl.load(strides_ptr + 1), exists, lanes_ptr + 1)
     _add_lane(sums2, row, tl.load(strides_ptr + 2), exists, lanes_ptr + 2)
@@ -78,40 +82,32 @@ def _lanes_kernel(table_ptr, keys_ptr, lanes_ptr, tensors, PAIRS: tl.constexpr, 
 
 def device_lanes(tensors: list[Tensor]) -> Tensor:
     """L of contiguous tensors on one device, int64 [tensors, 4] there, with the bits of uint64. Nothing is waited for."""
-    device = tensors[0].device
-    kept, addresses, pairs = [], [], []
-    for t in tensors:
-        address, size = t.data_ptr(), t.numel() * t.element_size()
-        if address % 8 or size % 8:
-            kept.append(_padded(t, size))  # until the launch: what is freed later is reused later in the stream
-            address = kept[-1].data_ptr()
-        addresses.append(address)
-        pairs.append(-(-size // 8))
-    tiles = -(-np.asarray(pairs, np.int64) // (ROWS * CHUNK // 2))
-    lanes = torch.zeros(len(tensors), LANES, dtype=torch.int64, device=device)
+    device, count = tensors[0].device, len(tensors)
+    addresses, sizes = [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
+    copies = {i: _padded(tensors[i], sizes[i]) for i in range(count) if (addresses[i] | sizes[i]) % 8}
+    for i, copy in copies.items():
+        addresses[i] = copy.data_ptr()
+    pairs = (np.array(sizes, np.int64) + 7) // 8
+    tiles = -(-pairs // (ROWS * CHUNK // 2))
     programs = int(tiles.sum())
+    # One buffer, one transfer: the lanes, zero at first, then what `_lanes_kernel` calls the table.
+    buffer = np.zeros((LANES + 2) * count + programs, np.int64)
+    table = buffer[LANES * count :]
+    table[:count], table[count : 2 * count] = addresses, pairs
+    owner = np.repeat(np.arange(count), tiles)
+    table[2 * count :] = owner << 32 | np.arange(programs) - (np.cumsum(tiles) - tiles)[owner]
+    on_device = torch.from_numpy(buffer).to(device)
+    lanes = on_device[: LANES * count].view(count, LANES)
     if programs:
-        owner = np.repeat(np.arange(len(tensors), dtype=np.int64), tiles)
-        tile = np.arange(programs, dtype=np.int64) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        table = np.concatenate((addresses, pairs, owner << _GROUP_BITS | tile)).astype(np.int64, copy=False)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            _lanes_kernel[(programs,)](
-                torch.from_numpy(table).to(device),
-                _keys(device),
-                lanes,
-                len(tensors),
-                PAIRS=CHUNK // 2,
-                ROWS=ROWS,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
+            _lanes_kernel[(programs,)](on_device, _keys(device), count, PAIRS=CHUNK // 2, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS)
     return lanes
 
 
 def _padded(t: Tensor, size: int) -> Tensor:
     """An aligned copy of the bytes of `t`, with zeros up to a multiple of 8."""
     out = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=t.device)
-    out[:size] = t.reshape(-1).view(torch.uint8)
+    out[:size] = t.detach().reshape(-1).view(torch.uint8)
     return out
 
 
