@@ -32,6 +32,7 @@ for bits that nobody tampers with, not for files from strangers. Strides, storag
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -54,6 +55,9 @@ _BATCH_BYTES = 256 << 20
 _ROWS = 8
 # Below this a second thread costs more than it gives.
 _THREADED_BYTES = 8 << 20
+
+# Buffers of each thread, 1 MiB: to ask for them anew costs as much as a small adapter.
+_WORKSPACE = threading.local()
 
 _Part = tuple[np.ndarray, int]
 """Words [rows, columns] of some chunks, and the row of S for the first."""
@@ -193,23 +197,24 @@ def _joined(parts: list[_Part], limit: int) -> Iterator[list[_Part]]:
 def _host_sums(jobs: list[list[_Part]], sums: np.ndarray) -> None:
     """Write S of the parts of each job, all of one width, into their rows of `sums`."""
     keys, _ = constants()
-    wide, products = np.empty((2, _ROWS * CHUNK), np.uint64)
+    if not hasattr(_WORKSPACE, "buffers"):
+        _WORKSPACE.buffers = np.empty((2, _ROWS * CHUNK), np.uint64)
+    wide, products = _WORKSPACE.buffers
     for job in jobs:
         columns = job[0][0].shape[1]
         rows = sum(len(words) for words, _ in job)
         w, product = (buffer[: rows * columns].reshape(rows, columns) for buffer in (wide, products))
         found = np.empty((LANES, rows), np.uint64)
         at = 0
-        for words, _ in job:
+        into: list[int] = []
+        for words, row in job:
             w[at : at + len(words)] = words
             at += len(words)
+            into += range(row, row + len(words))
         for lane in range(LANES):
             np.multiply(w, keys[lane : lane + columns], out=product)
             np.add.reduce(product, axis=1, out=found[lane])
-        at = 0
-        for words, row in job:
-            sums[row : row + len(words)] = found[:, at : at + len(words)].T
-            at += len(words)
+        sums[into] = found.T
 
 
 def torch_sums(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ KEYS, STRIDES = STREAM[: WORDS + 3], STREAM[WORDS + 3 :]
 def raw(t: torch.Tensor) -> bytes:
     """Bytes in logical order, gathered element by element from the storage."""
     size = t.element_size()
-    storage = bytes(t.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).numpy().tobytes()
     offsets = [t.storage_offset()] if t.numel() else []
     for n, stride in zip(t.shape, t.stride(), strict=True):
         offsets = [o + i * stride for o in offsets for i in range(n)]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from importlib.util import find_spec
 
@@ -56,6 +57,7 @@ def test_a_tensor_has_one_digest_alone_in_company_batched_and_threaded(monkeypat
     monkeypatch.setattr(digests, "_THREADED_BYTES", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(digests, "_ROWS", 2)
+    monkeypatch.setattr(digests, "_WORKSPACE", threading.local())
     assert digests.digests(iter((CASES | {"large": large}).items())) == alone
 
 
