@@ -16,7 +16,7 @@ where mix is SplitMix64's finaliser, a bijection: y ^= y >> 30; y *= 0xBF58476D1
 y ^= y >> 31. The digest is BLAKE2b-128 of "NAME dtype shape bytes" (ASCII), a zero byte, and L[0 .. 3] as little-endian uint64. As sums
 have no order, any division of the work gives the same numbers.
 
-**What it guarantees.** (1) Where one 32-bit word differs, all four lanes differ, with certainty: K[j + l] is odd, so its product with
+**What it guarantees.** (1) Where one 32-bit word alone differs, all four lanes do, with certainty: K[j + l] is odd, so its product with
 the difference is not 0, and mix is a bijection. (2) Tensors of one shape and dtype that differ in any other way, chosen without regard to
 the constants, agree in all four lanes with probability of about 2^-128. Within a chunk that is a theorem for keys drawn at random: let j be
 the last word that differs; in lane l its factor K[j + l] meets no difference in the lanes before, and of the 2^63 values that it can
