@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.quant.adapter import AdapterError, Manifest, digest, parse_name
+from samebits.quant.adapter import AdapterError, Manifest, parse_name
+from samebits.quant.digests import ALGORITHM, digests
 from samebits.quant.roles import Role
 from samebits.trainer.lora import rounded
 
@@ -69,9 +70,7 @@ def coverage(pair: Pair, result: CheckResult) -> None:
             return
         sent, origin = changed
     _same_shapes(result, shapes, sent, "the export")
-    compare_digests(
-        result, {n: digest(t) for n, t in want.items()}, {n: digest(t) for n, t in sent.items()}, "what is sent is not the master weight"
-    )
+    compare_digests(result, digests(want), digests(sent), "what is sent is not the master weight")
     _name_scale(result, want, sent)
     version = pair.trainer.engine.adapter_version
     result.require(origin["version"] == version, f"the export says version {origin['version']}, the trainer is at {version}")
@@ -105,7 +104,7 @@ def held(pair: Pair, result: CheckResult) -> None:
     """After a sync every rank of every replica holds what was meant, under the trainer's version, and uses it."""
     reports = pair.sync()
     version = pair.trainer.engine.adapter_version
-    expected = {n: digest(t) for n, t in intended(pair).items()}
+    expected = digests(intended(pair))
     result.require(len(reports) == len(pair.replicas) > 0, f"{len(reports)} of {len(pair.replicas)} replicas reported")
     for replica, report in zip(pair.replicas, reports, strict=True):
         where = {"replica": replica.index}
@@ -143,6 +142,8 @@ def _compare_held(
         return
     result.require(answer.version == version, f"{who} holds version {answer.version}, the trainer is at {version}", place)
     result.require(answer.profile == profile, f"{who} computes with numerics profile {answer.profile}, the trainer with {profile}", place)
+    if not result.require(answer.algorithm == ALGORITHM, f"{who} answers digests of {answer.algorithm}, not {ALGORITHM}", place):
+        return
     compare_digests(result, expected, answer.digests, f"{who} holds another adapter than was trained", replica=replica, rank=rank)
 
 

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from samebits.kernels import taps
 from samebits.kernels.linear import values
-from samebits.quant.adapter import AdapterError, AdapterSpec, Manifest, digest, parse_name
+from samebits.quant.adapter import AdapterError, AdapterSpec, Manifest, parse_name
 from samebits.quant.checkpoint import Checkpoint
+from samebits.quant.digests import digests
 from samebits.quant.profile import NumericsProfile
 
 PROBE_CONTEXT = 2560
@@ -337,7 +338,7 @@ class TrainerSide:
 
     def base_digests(self) -> dict[str, str]:
         """Digest of the fp32 values of every frozen weight as the trainer holds it, by module path."""
-        return {path: digest(values(weight).float().cpu()) for path, weight in self.module.base_weights()}
+        return digests((path, values(weight).float()) for path, weight in self.module.base_weights())
 
     @contextmanager
     def _replaying(self, on: bool) -> Iterator[None]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from samebits.kernels.linear import values
-from samebits.quant.adapter import AdapterError, Manifest, digest
+from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.checkpoint import Checkpoint
+from samebits.quant.digests import ALGORITHM, FORMER_ALGORITHM, digests
 
 
 class WeightMismatch(AdapterError):
@@ -82,9 +83,9 @@ def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profi
 
 def checkpoint_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Digest of the fp32 values of every weight of a checkpoint, by module path (routing biases under their tensor name)."""
-    found = {module: digest(values(checkpoint.weight(module))) for module in checkpoint.modules}
+    found = digests((module, values(checkpoint.weight(module))) for module in checkpoint.modules)
     biases = [name for name in checkpoint.names if name.endswith("e_score_correction_bias")]
-    return found | {name: digest(checkpoint.tensor(name).float()) for name in biases}
+    return found | digests((name, checkpoint.tensor(name).float()) for name in biases)
 
 
 def verify_base(expected: Mapping[str, str], held: Mapping[str, str], where: str) -> int:
@@ -101,15 +102,29 @@ def verify_base(expected: Mapping[str, str], held: Mapping[str, str], where: str
 def verify_unchanged_base(record: Path, now: Mapping[str, str], fresh: bool) -> None:
     """Hold the base against the one that this run started with, whose digests lie in the JSON file `record`.
 
-    A fresh run, or one without a record, writes it. Raises `WeightMismatch` naming the first tensors that changed since.
+    A fresh run, or one without a record, writes it. Raises `WeightMismatch` naming the first tensors that changed since, or the
+    algorithm of the record when that is another.
     """
     if record.is_file() and not fresh:
-        try:
-            before: dict[str, str] = json.loads(record.read_text())
-        except ValueError:
-            raise WeightMismatch(f"{record} cannot be read: it should hold the digests of the base that this run started with") from None
+        algorithm, before = _recorded_base(record)
+        if algorithm != ALGORITHM:
+            raise WeightMismatch(
+                f"{record} holds digests of {algorithm}, which cannot be compared with today's {ALGORITHM}: "
+                "start a new run, or remove the file to take the base as it is now"
+            )
         verify_base(before, now, "since this run started")
         return
     staging = record.with_suffix(".tmp")
-    staging.write_text(json.dumps(dict(now), indent=1) + "\n")
+    staging.write_text(json.dumps({"algorithm": ALGORITHM, "digests": dict(now)}, indent=1) + "\n")
     os.replace(staging, record)
+
+
+def _recorded_base(record: Path) -> tuple[str, dict[str, str]]:
+    """(algorithm, digests) of a record. Records used to be the digests alone."""
+    try:
+        found = json.loads(record.read_text())
+        if "algorithm" in found:
+            return str(found["algorithm"]), dict(found["digests"])
+        return FORMER_ALGORITHM, dict(found)
+    except (ValueError, TypeError, KeyError):
+        raise WeightMismatch(f"{record} cannot be read: it should hold the digests of the base that this run started with") from None

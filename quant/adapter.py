@@ -9,17 +9,17 @@ says `lora_alpha = r`. Names are PEFT's, one pair for each expert:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .digests import ALGORITHM, FORMER_ALGORITHM, digests
+from .digests import digest as digest
 from .roles import (
     ATTENTION_ROLES,
     DENSE_ROLES,
@@ -185,14 +185,6 @@ def parse_name(name: str) -> tuple[ModuleId, str]:
     raise AdapterError(f"{name!r} is no adapter tensor")
 
 
-def digest(tensor: Tensor) -> str:
-    """BLAKE2b-128 of dtype, shape and bytes, as hex. Equal digests mean equal bits."""
-    data = tensor.detach().contiguous().cpu()
-    h = hashlib.blake2b(f"{_dtype_name(data)}{tuple(data.shape)}".encode(), digest_size=16)
-    h.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return h.hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a sync carries, or what an engine says it holds: a version, the numerics and a digest for each tensor."""
@@ -203,12 +195,14 @@ class Manifest:
     """Hash of the numerics profile."""
     digests: dict[str, str]
     bytes: int = 0
+    algorithm: str = ALGORITHM
+    """What the digests were taken with."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], version: int, profile: str) -> Manifest:
-        """Manifest of `tensors`."""
+    def of(cls, tensors: Mapping[str, Tensor], version: int, profile: str, taken: Mapping[str, str] | None = None) -> Manifest:
+        """Manifest of `tensors`. `taken`: their digests, where they were taken before the tensors were copied here."""
         total = sum(t.numel() * t.element_size() for t in tensors.values())
-        return cls(version, profile, {name: digest(t) for name, t in tensors.items()}, total)
+        return cls(version, profile, digests(tensors) if taken is None else dict(taken), total)
 
     def to_json(self) -> str:
         """As one JSON object."""
@@ -216,8 +210,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
+        """Inverse of `to_json`. A text that names no algorithm is from before there were two."""
+        return cls(**({"algorithm": FORMER_ALGORITHM} | json.loads(text)))
 
     def differences(self, held: Manifest) -> list[str]:
         """What is wrong with `held` (the engine's answer), one short sentence each; empty when it holds exactly this."""
@@ -226,6 +220,8 @@ class Manifest:
             problems.append(f"adapter version {held.version} is held, {self.version} was sent")
         if held.profile != self.profile:
             problems.append(f"engine computes with numerics profile {held.profile}, trainer with {self.profile}")
+        if held.algorithm != self.algorithm:
+            return [*problems, f"digests of {held.algorithm} cannot be compared with those sent, of {self.algorithm}"]
         problems += _name_problems(self.digests, held.digests)
         problems += [
             f"{name} differs: {held.digests[name]} is held, {want} was sent"

@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from samebits.quant.adapter import AdapterError, Manifest
+from samebits.quant.digests import Digester
 from samebits.rollout.adapter import lora_request
 from samebits.rollout.wire import adapter_file
 
@@ -235,13 +236,17 @@ class AdapterSender(ServerAdapter):
         if peft_config is None or not base_sync_done or wire_format != "named_tensors":
             raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
         started = time.time()
-        tensors = {name: t.detach().to("cpu", copy=True) for name, t in weights}
+        # Digests are of what the trainer has on its device: a copy to the host that went wrong shows in the engine's answer.
+        tensors, digester = {}, Digester()
+        for name, t in weights:
+            digester.add(name, t)
+            tensors[name] = t.detach().to("cpu", copy=True)
         if not self._ensure_server_handle():
             return
         origin = peft_config["samebits"]
         fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
         if fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]:
             return
-        with adapter_file(tensors, origin["version"], origin["profile"]) as (path, manifest):
+        with adapter_file(tensors, origin["version"], origin["profile"], digester.finish()) as (path, manifest):
             await self.server_handle.sync_adapter.remote(path, manifest.to_json(), started)
         await self.server_handle.set_global_steps.remote(global_steps)

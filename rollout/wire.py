@@ -17,13 +17,16 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
-def adapter_file(tensors: Mapping[str, Tensor], version: int, profile: str) -> Iterator[tuple[str, Manifest]]:
+def adapter_file(
+    tensors: Mapping[str, Tensor], version: int, profile: str, taken: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Manifest]]:
     """(path, manifest) of an adapter for the time of the block; the file is gone afterwards.
 
     Args:
         tensors: wire name to CPU tensor. version: optimizer steps in it. profile: hash of the trainer's numerics profile.
+        taken: digests of the tensors where they came from; without them those of `tensors`.
     """
-    manifest = Manifest.of(tensors, version, profile)
+    manifest = Manifest.of(tensors, version, profile, taken)
     handle, path = tempfile.mkstemp(prefix="samebits-", suffix=".safetensors", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
     os.close(handle)
     try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from safetensors.torch import save_file
 
 from samebits.kernels import taps
-from samebits.quant.adapter import AdapterError, Manifest, digest
+from samebits.quant.adapter import AdapterError, Manifest
+from samebits.quant.digests import digests
 
 from . import adapter
 
@@ -39,7 +40,7 @@ class WorkerExtension:
 
     def samebits_base_digests(self) -> dict[str, str]:
         """Digest of the fp32 values of every frozen weight, by checkpoint path, read from the parameters that are multiplied."""
-        return {path: digest(value.float()) for path, value in self.model_runner.get_model().base_values()}
+        return digests((path, value.float()) for path, value in self.model_runner.get_model().base_values())
 
     def samebits_profile(self) -> str:
         """Hash of the numerics profile that the model was built for."""

@@ -96,6 +96,21 @@ def test_a_base_that_changed_since_the_start_stops_a_resumed_run(tmp_path):
         verify_unchanged_base(record, {"a": "01"}, fresh=False)
     verify_unchanged_base(record, {"a": "07"}, fresh=True)  # a new start with another base
     verify_unchanged_base(record, {"a": "07"}, fresh=False)
-    record.write_text("{")
-    with pytest.raises(WeightMismatch, match="cannot be read"):
-        verify_unchanged_base(record, base, fresh=False)
+    for broken in ("{", "3", "[1]", '{"algorithm": "multilinear64x4-1"}'):
+        record.write_text(broken)
+        with pytest.raises(WeightMismatch, match="cannot be read"):
+            verify_unchanged_base(record, base, fresh=False)
+
+
+def test_a_base_record_of_another_algorithm_is_one_clear_line(tmp_path):
+    record, base = tmp_path / "base.json", {"a": "01", "b": "02"}
+    verify_unchanged_base(record, base, fresh=True)
+    assert json.loads(record.read_text()) == {"algorithm": "multilinear64x4-1", "digests": base}
+    for text, algorithm in (({"algorithm": "other-2", "digests": base}, "other-2"), (base, "blake2b-128")):
+        record.write_text(json.dumps(text))
+        with pytest.raises(WeightMismatch) as raised:
+            verify_unchanged_base(record, base, fresh=False)
+        line = f"{record} holds digests of {algorithm}, which cannot be compared with today's multilinear64x4-1: "
+        assert str(raised.value) == line + "start a new run, or remove the file to take the base as it is now"
+    verify_unchanged_base(record, base, fresh=True)
+    verify_unchanged_base(record, base, fresh=False)

@@ -20,6 +20,7 @@ from samebits.quant.adapter import (
     target_roles,
     tensor_name,
 )
+from samebits.quant.digests import digests
 from samebits.quant.roles import ATTENTION_ROLES, LORA_ROLES, ModuleId, Role
 from tests.support import random_m3
 
@@ -131,7 +132,27 @@ def test_digest_tells_bits_shape_and_dtype():
     others = [flipped, x.reshape(3, 2), x.t(), x.view(torch.int32), -x, torch.cat((x, x))]
     assert len({digest(t) for t in [x, *others]}) == len(others) + 1
     assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
-    assert digest(x) == "6faad4e18dbd1740cbfdb563db82a3b1"  # pinned: digests of two versions of samebits are compared
+
+
+def test_digests_of_two_algorithms_are_not_compared():
+    """One line, not one difference a tensor; and a manifest of before, which names none, has the former."""
+    t = adapter(spec("attention"))
+    sent = Manifest.of(t, 3, PROFILE)
+    assert json.loads(sent.to_json())["algorithm"] == "multilinear64x4-1"
+    other = dataclasses.replace(sent, algorithm="other-2", digests={n: "0" * 32 for n in t})
+    assert sent.differences(other) == ["digests of other-2 cannot be compared with those sent, of multilinear64x4-1"]
+    old = {k: v for k, v in json.loads(sent.to_json()).items() if k != "algorithm"}
+    assert sent.differences(Manifest.from_json(json.dumps(old))) == [
+        "digests of blake2b-128 cannot be compared with those sent, of multilinear64x4-1"
+    ]
+
+
+def test_manifest_takes_digests_that_were_taken_before():
+    t = adapter(spec("attention"))
+    first = next(iter(t))
+    before = digests(t)
+    t[first] = t[first] + 1  # what a copy that went wrong looks like
+    assert Manifest.of(t, 1, PROFILE, before).digests == before != Manifest.of(t, 1, PROFILE).digests
 
 
 def test_manifest_of_equal_tensors_has_no_differences():
