@@ -258,8 +258,9 @@ def _refuse_verl_overlong(layer: DictConfig) -> None:
 
 
 def _merge(config: DictConfig, layer: dict[str, Any]) -> DictConfig:
+    """`config` with `layer` merged into it, in place: it is this recipe's own copy."""
     try:
-        return OmegaConf.merge(config, OmegaConf.create(layer))
+        return OmegaConf.unsafe_merge(config, OmegaConf.create(layer))
     except OmegaConfBaseException as error:
         raise RecipeError(_one_line(error)) from None
 

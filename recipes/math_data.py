@@ -258,8 +258,10 @@ def _digest(text: str, answer: str) -> str:
 def rows(name: str) -> Iterator[dict[str, Any]]:
     """Rows of a source as they are. Raises `DataError`."""
     from datasets import disable_progress_bars, load_dataset
+    from datasets.utils.logging import CRITICAL, set_verbosity
 
     disable_progress_bars()
+    set_verbosity(CRITICAL)  # its errors are raised as well, and end in one line
     known = KNOWN.get(name)
     path = Path(name)
     local = _SUFFIXES.get(path.suffix)

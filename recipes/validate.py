@@ -7,6 +7,7 @@ nothing, or that made trainer and engine disagree.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def _task(recipe: Recipe, verl: DictConfig) -> None:
 
 def _types(verl: DictConfig) -> None:
     """verl's configuration is untyped: hold each value against the type of its default."""
-    defaults = dict(_leaves(verl_defaults()))
+    defaults = _default_leaves()
     for key, value in _leaves(verl):
         default = defaults.get(key)
         if default is None or value is None or isinstance(default, str) or isinstance(value, type(default)):
@@ -164,6 +165,11 @@ def _types(verl: DictConfig) -> None:
             continue
         if isinstance(value, str) or isinstance(default, bool) != isinstance(value, bool):
             raise RecipeError(f"{key}: expected {type(default).__name__}, got {value!r}")
+
+
+@functools.cache
+def _default_leaves() -> dict[str, Any]:
+    return dict(_leaves(verl_defaults()))
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
