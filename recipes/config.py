@@ -284,7 +284,7 @@ def key_paths(config: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def suggestion(key: str) -> str:
-    """`; did you mean ...?` for a mistyped key of a recipe: one like it beside it, else one of the same name elsewhere, else one like it."""
+    """`; did you mean ...?` for a mistyped key: one like it beside it, else one of the same name elsewhere, else one like it."""
     known = [*key_paths(OmegaConf.structured(Recipe(tracking=Tracking(wandb=Wandb())))), *key_paths(_composed_defaults())]
     above, _, name = key.rpartition(".")
     beside = [path for path in known if path.rpartition(".")[0] == above]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -159,10 +160,11 @@ def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> 
     for size in ("num_cpus", "num_gpus"):
         init.pop(size, None)  # a cluster that runs has its sizes
     try:
+        _require_listener(address)
         # What a node's `ray start` was not given, each worker gets from here.
         env = {k: v for k, v in environment.items() if not k.startswith("RAY_")}
         ray.init(address=address or "auto", runtime_env={"env_vars": env}, **init)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         hint = "samebits train RECIPE --check prints the commands that start one"
         raise RecipeError(f"trainer.nnodes={nodes}: no Ray cluster at {address or 'this machine'} ({_one_line(error)}); {hint}") from None
     each = verl.trainer.n_gpus_per_node
@@ -170,6 +172,13 @@ def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> 
     if sum(count >= each for count in found) < nodes:
         have = ", ".join(map(str, found))
         raise RecipeError(f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each}: the Ray cluster has nodes with {have} GPUs")
+
+
+def _require_listener(address: str | None) -> None:
+    """Raise `OSError` at once when nothing listens at `host:port`: Ray would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _follow(job: Any, folder: Path, total: int, console: Console) -> None:

@@ -213,7 +213,9 @@ def _model(recipe: Recipe, planned: bool) -> tuple[Model, bool]:
         for size in ("layers", "dense_layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "expert_intermediate", "vocabulary"):
             have, want = getattr(model, size), getattr(named, size)
             if have != want:
-                raise RecipeError(f"architecture: {recipe.architecture} has {size} {want}, the checkpoint at {recipe.model_path} has {have}")
+                raise RecipeError(
+                    f"architecture: {recipe.architecture} has {size} {want}, the checkpoint at {recipe.model_path} has {have}"
+                )
     return model, True
 
 
