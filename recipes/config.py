@@ -200,8 +200,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     verl = verl_defaults()
     for layer in layers:
         _refuse_verl_overlong(layer)
+        _require_sections(layer)
         own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
         verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
+    _refuse_nulls(verl)
     recipe: Recipe = OmegaConf.to_object(own)
     recipe.device = _device(recipe.device, planned, recipe.cluster.gpu is not None)
     try:
@@ -255,6 +257,33 @@ def _refuse_verl_overlong(layer: DictConfig) -> None:
         first, *rest = path.split(".")
         if first in ("reward", "reward_model") and any("overlong" in part for part in rest):
             raise RecipeError(f"{path}: verl's overlong settings do nothing here; set grading.overlong_buffer and grading.overlong_factor")
+
+
+def _require_sections(layer: DictConfig) -> None:
+    for name, default in vars(Recipe()).items():
+        if dataclasses.is_dataclass(default) and name in layer and not isinstance(layer[name], DictConfig):
+            raise RecipeError(f"{name} is a section of keys, not {layer[name]!r}")
+
+
+def _refuse_nulls(verl: DictConfig) -> None:
+    """What verl has a value for cannot be nothing."""
+    for key, default in _filled_keys().items():
+        if OmegaConf.select(verl, key) is None:
+            raise RecipeError(f"{key} must not be null: it is {default} in verl's own configuration")
+
+
+@functools.cache
+def _filled_keys() -> dict[str, str]:
+    """Keys and sections of verl's defaults that hold something, and what, in short."""
+    defaults = _composed_defaults()
+    found = {key: OmegaConf.select(defaults, key) for key in key_paths(defaults) if _holds_value(defaults, key)}
+    return {key: "a section" if isinstance(value, DictConfig) else repr(value) for key, value in found.items() if value is not None}
+
+
+def _holds_value(config: DictConfig, key: str) -> bool:
+    above, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, above) if above else config
+    return not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name)
 
 
 def _merge(config: DictConfig, layer: dict[str, Any]) -> DictConfig:

@@ -90,6 +90,8 @@ def spread(verl: DictConfig, model: Model) -> Spread:
 def require_engine_limits(verl: DictConfig, model: Model, rank: int) -> None:
     """What vLLM refuses only once it starts: ranks, lengths, tokens of a step. Raises `RecipeError`."""
     rollout = verl.actor_rollout_ref.rollout
+    if not 0 < rollout.gpu_memory_utilization <= 1:
+        raise RecipeError(f"{ROLLOUT}.gpu_memory_utilization must lie within 0 and 1, not {rollout.gpu_memory_utilization}")
     if rank not in LORA_RANKS:
         raise RecipeError(f"lora.rank: vLLM serves ranks {', '.join(map(str, LORA_RANKS))}, not {rank}")
     served = (rollout.engine_kwargs.get("vllm") or {}).get("max_lora_rank")
