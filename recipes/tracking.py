@@ -23,6 +23,8 @@ from .config import Recipe, Wandb
 from .run_dir import atomic_text
 
 Line = dict[str, Any]
+FINISH_SECONDS = 300.0
+"""How long the end of a run waits for Weights & Biases to send what is queued."""
 
 
 class Tracker(Protocol):
@@ -85,8 +87,12 @@ class WandbTracker:
             mode=settings.mode,
             dir=str(folder),
             config=config,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True),
-        )
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True,
+                # Without, a network that is gone would hold the end of the run for ever.
+                finish_timeout=FINISH_SECONDS, finish_timeout_raises=True,
+            ),
+        )  # fmt: skip
         for line in lines:
             self.write(line)
 
@@ -106,8 +112,11 @@ class WandbTracker:
         atomic_text(self._state_path, json.dumps(self._state) + "\n")
 
     def close(self) -> None:
-        """Finish the run, which sends what is still queued."""
+        """Finish the run, which sends what is still queued, and wait until wandb's own process has it on disk: ours may end any moment."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
 
 
 class Trackers:

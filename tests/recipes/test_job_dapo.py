@@ -17,7 +17,7 @@ from samebits.recipes.run_dir import read_metrics
 from samebits.recipes.tracking import numbers
 from tests.recipes.test_tracking import tensorboard, wandb_offline
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def write(path: Path, split: str, count: int) -> Path:
@@ -61,7 +61,7 @@ def job(tmp_path_factory):
     def run(**changes):
         arguments = [f"{key}={value}" for key, value in (options | {k.replace("__", "."): v for k, v in changes.items()}).items()]
         command = [sys.executable, "-m", "samebits.recipes.cli", "train", "recipes/tiny_m3_grpo.yaml", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=900)
+        return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
     done = run()
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

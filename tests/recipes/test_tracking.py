@@ -111,6 +111,7 @@ def test_a_tracker_that_is_switched_on_late_gets_what_it_missed(tmp_path):
     log.write(line(2))
     log.close()
     want = {step: numbers(line(step)) for step in range(3)}
+    assert warnings(log.path.parent) == []
     assert wandb_offline(log.path.parent)[0] == want and tensorboard(log.path.parent / "tensorboard") == want
 
 
@@ -159,6 +160,19 @@ def test_a_tracker_that_cannot_start_is_a_warning(tmp_path, monkeypatch):
     (text,) = warnings(log.path.parent)
     assert text.startswith("wandb failed (RuntimeError: api.wandb.ai is out of reach)") and "metrics.jsonl goes on" in text
     assert tensorboard(log.path.parent / "tensorboard") == {0: numbers(line(0))}
+
+
+def test_wandb_without_a_login_is_a_warning(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    log = start(tmp_path, "tracking.wandb.mode=online")
+    log.write(line(0))
+    log.close()
+    (text,) = warnings(log.path.parent)
+    assert text.startswith("wandb failed (") and "metrics.jsonl goes on" in text
+    assert [entry["step"] for entry in read_metrics(log.path)] == [0]
 
 
 def test_an_unreadable_state_of_wandb_is_a_warning_and_no_second_run(tmp_path):
