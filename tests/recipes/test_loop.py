@@ -45,6 +45,15 @@ def test_evaluation_after_a_step_joins_its_line(trainer):
     assert trainer._take_step_metrics()["accuracy/heldout"] == 0.5
 
 
+def test_a_penalty_for_length_makes_no_right_answer_wrong(trainer, monkeypatch):
+    from samebits.recipes import loop
+
+    monkeypatch.setattr(loop.PPOTrainerSync, "_val_metrics_update", lambda self, *a, **k: {})
+    graded = {"reward": [0.0, -0.25, -1.0, 1.0], "acc": [1.0, 1.0, 0.0, 1.0]}
+    found = trainer._val_metrics_update(["math_dapo"] * 4, list("abcd"), graded, [])
+    assert found == {"accuracy/heldout": 0.75, "accuracy/samples": 4}
+
+
 KEYS = ("mismatch/kl", "mismatch/max_abs")
 
 
