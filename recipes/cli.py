@@ -1,4 +1,4 @@
-"""The command line: `samebits train`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
+"""The command line: `samebits train`, `samebits eval`, `samebits serve`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -13,7 +13,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .evaluate_cli import evaluate
 from .plan_cli import plan_app
+from .serve_cli import serve
 from .terminal import fail
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(plan_app, name="plan")
+app.command("eval")(evaluate)
+app.command("serve")(serve)
 console = Console()
 
 

@@ -115,8 +115,8 @@ class Recipe:
 _OWN_KEYS = {f.name for f in dataclasses.fields(Recipe)}
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
-    """Compose a recipe file with command-line overrides.
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), device: str | None = None) -> tuple[Recipe, DictConfig]:
+    """Compose a recipe file with command-line overrides. `device`: compose for cpu or cuda, whether it is here or not.
 
     Returns the recipe's own keys and verl's complete configuration, not yet validated (see `validate.validate`).
     Raises `RecipeError` on a missing file, bad YAML, an unknown key or a value of the wrong type.
@@ -132,7 +132,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe
         own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
         verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
     recipe: Recipe = OmegaConf.to_object(own)
-    recipe.device = _device(recipe.device)
+    recipe.device = device or _device(recipe.device)
     try:
         return recipe, _derive(recipe, verl)
     except ValueError as error:

@@ -38,7 +38,7 @@ def test_the_lower_version_leaves_when_a_third_comes():
 
 def test_requests_and_tokens_of_an_absent_version_raise():
     s = slots()
-    manager = MemoryAdapterManager(s)
+    manager = MemoryAdapterManager(s, None)
     s.occupy(3)
     mapping = SimpleNamespace(index_mapping=(0, 3, 3))
     manager.set_active_adapters({lora_request(2)}, mapping)
