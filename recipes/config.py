@@ -115,8 +115,8 @@ class Recipe:
 _OWN_KEYS = {f.name for f in dataclasses.fields(Recipe)}
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), device: str | None = None) -> tuple[Recipe, DictConfig]:
-    """Compose a recipe file with command-line overrides. `device`: compose for cpu or cuda, whether it is here or not.
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, planned: bool = False) -> tuple[Recipe, DictConfig]:
+    """Compose a recipe file with command-line overrides. `planned`: for machines that are not this one, whose GPUs do not matter.
 
     Returns the recipe's own keys and verl's complete configuration, not yet validated (see `validate.validate`).
     Raises `RecipeError` on a missing file, bad YAML, an unknown key or a value of the wrong type.
@@ -132,7 +132,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), device: str | N
         own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
         verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
     recipe: Recipe = OmegaConf.to_object(own)
-    recipe.device = device or _device(recipe.device)
+    recipe.device = _device(recipe.device, planned)
     try:
         return recipe, _derive(recipe, verl)
     except ValueError as error:
@@ -194,12 +194,12 @@ def _one_line(error: Exception) -> str:
     return f"{key}: {first}" if key else first
 
 
-def _device(device: str) -> str:
+def _device(device: str, planned: bool) -> str:
     import torch
 
     if device not in ("auto", "cpu", "cuda"):
         raise RecipeError(f"device must be auto, cpu or cuda, not {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not planned and not torch.cuda.is_available():
         raise RecipeError("device=cuda, but no CUDA GPU is available")
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

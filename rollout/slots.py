@@ -6,8 +6,8 @@ layers keep their LoRA pairs in `ProjectionAdapter` and `ExpertsAdapter`, one en
 before they add the delta, their CPU kernels gather B once for every token, and they have no layer for the fused q, k, v, index_q,
 index_k projection.
 
-An adapter enters through `adapter.load` only, as tensors that a job sent or from a PEFT folder that a server was given. A request that names a version that is not resident raises in the worker; it is never
-served by the base.
+An adapter enters through `adapter.load` only, as tensors that a job sent or from a PEFT folder that a server was given. A request that
+names a version that is not resident raises in the worker; it is never served by the base.
 """
 
 from __future__ import annotations
