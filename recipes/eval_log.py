@@ -12,6 +12,7 @@ uninterrupted one wherever the engine's do not depend on what else is in the bat
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -89,13 +90,16 @@ class EvalLog:
         self.path = folder / "responses.jsonl"
         self.responses: dict[tuple[str, int], Response] = {}
         try:
-            self._lock = run_dir.lock(folder, "eval")
-            self._settle(dict(settings))
-            whole = self._read(dict(settings))
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.ftruncate(self._file, whole)
+            with contextlib.ExitStack() as stack:
+                lock = stack.enter_context(run_dir.lock(folder, "eval"))
+                self._settle(dict(settings))
+                whole = self._read(dict(settings))
+                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                os.ftruncate(self._file, whole)
+                stack.pop_all()  # from here on the lock is this object's
         except OSError as error:
             raise RecipeError(f"{folder}: {error.strerror}") from None
+        self._lock = lock
         self._synced = time.monotonic()
 
     def __enter__(self) -> EvalLog:

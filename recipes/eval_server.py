@@ -141,7 +141,6 @@ async def _first(tasks: set[asyncio.Task]) -> tuple[set[asyncio.Task], set[async
 
 
 def _reason(error: Exception) -> str:
-    status = getattr(error, "status_code", None)
-    cause = error.__cause__
-    text = " ".join(str(error if cause is None else cause or error).split()) or type(error).__name__
-    return f"HTTP {status}: {text[:300]}" if status and not text.startswith("Error code") else text[:300]
+    """What went wrong, with what the connection said where that is more than nothing."""
+    said = [" ".join(str(one).split()) for one in (error, error.__cause__) if one is not None]
+    return " ".join(text for text in dict.fromkeys(said) if text)[:400] or type(error).__name__
