@@ -7,6 +7,7 @@ Exit status: 0 done, 1 the engine or server failed on the way (what was generate
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import warnings
@@ -47,6 +48,7 @@ def evaluate(
         warnings.simplefilter("ignore")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     from samebits.alignment_checks.page import PageError
 
     from .config import RecipeError, load_recipe
@@ -67,43 +69,50 @@ def evaluate(
     for path in (json_path, html_path):
         if path is not None and not path.parent.is_dir():
             raise fail(f"{path}: no folder {path.parent}")
+    if not math.isfinite(temperature):
+        raise fail(f"--temperature must be a number, not {temperature}")
+    key = _key(api_key_env)
     try:
         own, verl = load_recipe(recipe, overrides or [])
         length = max_tokens or verl.data.max_response_length
         asked = load_task(task or default_task(own.task), own.seed, limit)
         if url is not None:
-            key = _key(api_key_env)
             source: Any = ServerGenerator(
                 url, served_name, key, temperature, length, concurrency=concurrency, retries=retries, timeout_s=timeout
             )
         else:
             source = EngineGenerator(own, verl, adapter, [p.prompt for p in asked.problems], temperature, length)
-        settings = {
-            "task": asked.name,
-            "problems": asked.fingerprint,
-            "limit": limit,
-            "n": n,
-            "temperature": temperature,
-            "max_tokens": length,
-            "seed": seed,
-        } | source.settings
-        folder = out or own.folder / "evaluations" / default_folder(asked.name, source.label)
+    except (RecipeError, DataError) as error:
+        raise fail(str(error), 2) from None
+    except OSError as error:
+        raise fail(f"{error.filename}: {error.strerror}", 2) from None
+    settings = {
+        "task": asked.name,
+        "problems": asked.fingerprint,
+        "limit": limit,
+        "n": n,
+        "temperature": temperature,
+        "max_tokens": length,
+        "seed": seed,
+    } | source.settings
+    folder = out or own.folder / "evaluations" / default_folder(asked.name, source.label)
+    console = Console()
+    try:
         with EvalLog(folder, settings) as log:
             wanted = samples(asked.problems, n, seed)
             missing = log.missing(wanted)
-            console = Console()
             if len(missing) < len(wanted):
                 console.print(f"{len(wanted) - len(missing)} of {len(wanted)} responses are there already", highlight=False)
             if missing:
                 _generate(source, missing, len(wanted), log, folder, verbose)
             result = grade(asked, log.responses, n, source.title, settings)
             write_atomically(folder / "result.json", result.as_dict())
-    except (RecipeError, DataError) as error:
+    except RecipeError as error:
         raise fail(str(error), 2) from None
     except (GenerationFailed, GradingError) as error:
         raise fail(f"{error}; {_kept(folder)}", 1) from None
     except OSError as error:
-        raise fail(f"{error.filename or folder}: {error.strerror}; {_kept(folder)}", 1) from None
+        raise fail(f"{error.filename or folder}: {error.strerror or error}; {_kept(folder)}", 1) from None
     except KeyboardInterrupt:
         raise fail("interrupted; the same command goes on from here", 130) from None
     print_evaluation(result, console)
