@@ -16,7 +16,7 @@ from rich.console import Console
 from .evaluate_cli import evaluate
 from .plan_cli import plan_app
 from .serve_cli import serve
-from .terminal import fail
+from .terminal import fail, write_json
 
 app = typer.Typer(
     name="samebits",
@@ -36,8 +36,14 @@ def train(
     recipe: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what verl, Ray and vLLM print")] = False,
+    check: Annotated[bool, typer.Option("--check", help="check and plan only: needs no GPU, no weights and no network")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="with --check: also write what was found to this file")] = None,
 ) -> None:
     """Run a recipe; the same command resumes a run that was interrupted."""
+    if check:
+        raise typer.Exit(_check(recipe, overrides or [], json_file))
+    if json_file is not None:
+        raise fail("--json goes with --check; a run writes summary.json", 2)
     if not verbose:
         warnings.simplefilter("ignore")  # verl warns about each optional engine that is not installed
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -48,7 +54,8 @@ def train(
     from .job import train as run
 
     try:
-        own, verl = load_recipe(recipe, overrides or [])
+        # Whether the machine has the device comes last: that a recipe cannot run anywhere yet is said first.
+        own, verl = load_recipe(recipe, overrides or [], planned=True)
         summary = run(own, verl, console, verbose)
     except RecipeError as error:
         raise fail(str(error), 2) from None
@@ -58,6 +65,22 @@ def train(
         raise fail(f"stopped: {error}", 1) from None
     print_summary(summary, console)
     console.print(f"everything is in {own.folder}")
+
+
+def _check(recipe: str, overrides: list[str], json_file: Path | None) -> int:
+    """Check a recipe without running it; returns the exit status."""
+    from .check import DoesNotFit, check, show
+    from .config import RecipeError
+
+    try:
+        report = check(recipe, overrides)
+    except RecipeError as error:
+        raise fail(str(error), 2) from None
+    except DoesNotFit as error:
+        raise fail(str(error), 1) from None
+    show(report, console)
+    write_json(json_file, report.to_dict())
+    return 0
 
 
 @app.command()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from samebits.quant.profile import NumericsProfile, get_profile
 
-from .data import TASKS
+from .data import reward_function
 
 RECIPES = Path(__file__).parent
 
@@ -59,8 +60,71 @@ class Checks:
 
     max_kl: float = 0.03
     """Highest `mismatch/kl` of a step."""
+    routing_replay: bool = True
+    """The trainer replays the engine's expert choices; false allows a run without."""
     base_weights: bool = True
     """Compare the engine's base weights with the checkpoint before the first step."""
+
+
+@dataclass
+class DataSource:
+    """Problems of task `dapo-math`: a known set (dapo-math-17k, aime24, aime25), a hub name, or a parquet, jsonl or json file."""
+
+    train: str | None = None
+    test: str | None = None
+    """Held-out problems, which are also taken out of `train`."""
+    without: list[str] = field(default_factory=list)
+    """More sets whose problems are taken out of `train`."""
+    duplicates: str = "refuse"
+    """More than 1.01 rows for each distinct problem: refuse, or drop all but one of each."""
+    conflicts: str = "refuse"
+    """A problem that comes with different answers: refuse, or drop it."""
+    prompt_template: str | None = None
+    """Text around `{problem}`; unset: DAPO's."""
+
+
+@dataclass
+class Grading:
+    """How task `dapo-math` grades a response."""
+
+    truncation: str = "wrong"
+    """What a response that was cut off is worth: wrong, or grade what it says."""
+    overlong_buffer: int = 0
+    """Tokens before `max_response_tokens` over which the penalty grows to `overlong_factor`; 0: no penalty."""
+    overlong_factor: float = 1.0
+    max_response_tokens: int | None = None
+    """Length from which the penalty is whole; unset: data.max_response_length."""
+
+
+@dataclass
+class Wandb:
+    """A Weights & Biases run beside metrics.jsonl."""
+
+    project: str | None = None
+    """Unset: trainer.project_name."""
+    entity: str | None = None
+    mode: str = "online"
+    """online, or offline: written into the run directory, for `wandb sync`."""
+
+
+@dataclass
+class Tracking:
+    """Where the numbers of metrics.jsonl go as well."""
+
+    wandb: Wandb | None = None
+    tensorboard: bool = False
+
+
+@dataclass
+class Cluster:
+    """The machines, as far as verl has no key for them."""
+
+    gpu: str | None = None
+    """Accelerator, as hardware.yaml names it; unset: memory is planned and compared with nothing."""
+    usable_share: float = 0.945
+    """Share of a GPU's memory that the plan may fill; the rest is runtime, communication buffers and fragmentation."""
+    ray_port: int = 6379
+    """Port of the Ray head."""
 
 
 @dataclass
@@ -83,6 +147,8 @@ class Recipe:
     """auto, cpu or cuda."""
     model: str = ""
     """Folder of a checkpoint quantized by samebits, or the name of a shipped one."""
+    architecture: str | None = None
+    """Sizes of the checkpoint, as models.yaml names them: lets `--check` plan before the checkpoint is there."""
     task: str = "arithmetic"
     seed: int = 0
     threads: int | None = None
@@ -90,6 +156,10 @@ class Recipe:
     numerics: Numerics = field(default_factory=Numerics)
     lora: Lora = field(default_factory=Lora)
     checks: Checks = field(default_factory=Checks)
+    data_source: DataSource = field(default_factory=DataSource)
+    grading: Grading = field(default_factory=Grading)
+    tracking: Tracking = field(default_factory=Tracking)
+    cluster: Cluster = field(default_factory=Cluster)
     fault: Fault = field(default_factory=Fault)
 
     @property
@@ -129,10 +199,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     own = OmegaConf.structured(Recipe)
     verl = verl_defaults()
     for layer in layers:
+        _refuse_verl_overlong(layer)
         own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
         verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
     recipe: Recipe = OmegaConf.to_object(own)
-    recipe.device = _device(recipe.device, planned)
+    recipe.device = _device(recipe.device, planned, recipe.cluster.gpu is not None)
     try:
         return recipe, _derive(recipe, verl)
     except ValueError as error:
@@ -178,9 +249,18 @@ def _composed_defaults() -> DictConfig:
     return config
 
 
+def _refuse_verl_overlong(layer: DictConfig) -> None:
+    """verl's overlong penalty lives in a reward manager that never runs here: setting it would do nothing."""
+    for path in key_paths(layer):
+        first, *rest = path.split(".")
+        if first in ("reward", "reward_model") and any("overlong" in part for part in rest):
+            raise RecipeError(f"{path}: verl's overlong settings do nothing here; set grading.overlong_buffer and grading.overlong_factor")
+
+
 def _merge(config: DictConfig, layer: dict[str, Any]) -> DictConfig:
+    """`config` with `layer` merged into it, in place: it is this recipe's own copy."""
     try:
-        return OmegaConf.merge(config, OmegaConf.create(layer))
+        return OmegaConf.unsafe_merge(config, OmegaConf.create(layer))
     except OmegaConfBaseException as error:
         raise RecipeError(_one_line(error)) from None
 
@@ -190,19 +270,46 @@ def _one_line(error: Exception) -> str:
     key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
     first = lines[0] if lines else type(error).__name__
     if "is not in struct" in first or "not in 'Recipe'" in first or "not in '" in first:
-        return f"unknown key {key or first}"
+        return f"unknown key {key or first}" + (suggestion(key) if key else "")
     return f"{key}: {first}" if key else first
 
 
-def _device(device: str, planned: bool) -> str:
+def key_paths(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted path of every section and key of `config`."""
+    for key in config:
+        yield f"{prefix}{key}"
+        missing = OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key)
+        if not missing and isinstance(config[key], DictConfig):
+            yield from key_paths(config[key], f"{prefix}{key}.")
+
+
+def suggestion(key: str) -> str:
+    """`; did you mean ...?` for a mistyped key: one like it beside it, else one of the same name elsewhere, else one like it."""
+    known = [*key_paths(OmegaConf.structured(Recipe(tracking=Tracking(wandb=Wandb())))), *key_paths(_composed_defaults())]
+    above, _, name = key.rpartition(".")
+    beside = [path for path in known if path.rpartition(".")[0] == above]
+    same_name = [path for path in known if path.rpartition(".")[2] == name]
+    near = difflib.get_close_matches(key, beside, 1, 0.8) or same_name[:1] or difflib.get_close_matches(key, known, 1, 0.8)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def require_device(device: str) -> None:
+    """Raise `RecipeError` when this machine has no such device."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("device=cuda, but no CUDA GPU is available")
+
+
+def _device(device: str, planned: bool, gpu_named: bool) -> str:
     import torch
 
     if device not in ("auto", "cpu", "cuda"):
         raise RecipeError(f"device must be auto, cpu or cuda, not {device!r}")
-    if device == "cuda" and not planned and not torch.cuda.is_available():
-        raise RecipeError("device=cuda, but no CUDA GPU is available")
+    if not planned:
+        require_device(device)
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() or (planned and gpu_named) else "cpu"
     return device
 
 
@@ -231,8 +338,7 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
         "actor_rollout_ref.rollout.prompt_length": verl.data.max_prompt_length,
         "actor_rollout_ref.rollout.response_length": verl.data.max_response_length,
         "data.seed": recipe.seed,
-        "reward.custom_reward_function.path": TASKS.get(recipe.task),
-        "reward.custom_reward_function.name": "compute_score",
+        "reward.custom_reward_function": reward_function(recipe, verl.data.max_response_length),
         "trainer.device": recipe.device,
         "trainer.experiment_name": recipe.name,
         "trainer.default_local_dir": str(folder / "checkpoints"),

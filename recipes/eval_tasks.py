@@ -52,10 +52,11 @@ class EvalTask:
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
-def load_task(name: str, seed: int, limit: int | None = None) -> EvalTask:
+def load_task(name: str, seed: int, limit: int | None = None, template: str | None = None) -> EvalTask:
     """The task called `name`: `arithmetic`, a set that `math_data` knows, a hub name or a file.
 
-    `seed`: the recipe's, which draws the held-out set of `arithmetic`. `limit`: only the first so many problems. Raises `DataError`.
+    `seed`: the recipe's, which draws the held-out set of `arithmetic`. `limit`: only the first so many problems. `template`: what is put
+    around a math problem; None: DAPO's prompt. Raises `DataError`.
     """
     if name == "arithmetic":
         drawn = arithmetic.draw("test", HELD_OUT, seed)
@@ -64,7 +65,8 @@ def load_task(name: str, seed: int, limit: int | None = None) -> EvalTask:
     if Path(name).suffix in math_data.SUFFIXES and not Path(name).is_file():
         raise DataError(f"no file {name}")
     found = math_data.load_problems(name, duplicates="drop")
-    problems = tuple(EvalProblem(p.digest, p.prompt, p.answer) for p in found.problems)
+    around = template or math_data.TEMPLATE
+    problems = tuple(EvalProblem(p.digest, p.prompt_in(around), p.answer) for p in found.problems)
     return EvalTask(name, problems[:limit], found.rows, _grade_math)
 
 

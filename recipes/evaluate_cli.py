@@ -13,13 +13,16 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .terminal import fail, write_json
+
+if TYPE_CHECKING:
+    from .config import Recipe
 
 
 def evaluate(
@@ -75,7 +78,7 @@ def evaluate(
     try:
         own, verl = load_recipe(recipe, overrides or [])
         length = max_tokens or verl.data.max_response_length
-        asked = load_task(task or default_task(own.task), own.seed, limit)
+        asked = load_task(task or default_task(own), own.seed, limit, own.data_source.prompt_template)
         if url is not None:
             source: Any = ServerGenerator(
                 url, served_name, key, temperature, length, concurrency=concurrency, retries=retries, timeout_s=timeout
@@ -125,9 +128,9 @@ def evaluate(
     console.print(f"everything is in {folder}", highlight=False, soft_wrap=True)
 
 
-def default_task(task: str) -> str:
-    """The task of an evaluation that names none: the recipe's where it has a held-out set of its own, else AIME 2024."""
-    return task if task == "arithmetic" else "aime24"
+def default_task(recipe: Recipe) -> str:
+    """The task of an evaluation that names none: the held-out set of the recipe's own task."""
+    return "arithmetic" if recipe.task == "arithmetic" else recipe.data_source.test or "aime24"
 
 
 def default_folder(task: str, label: str) -> str:

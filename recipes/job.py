@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,14 +15,16 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from . import run_dir
 from .config import Recipe, RecipeError
-from .data import write_task_data
-from .validate import validate
+from .data import task_data, write_task_data
+from .math_data import DataError
+from .validate import require_enough, validate
 
 PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
 
@@ -57,9 +60,12 @@ class TaskRunner:
         tq.init(config.transfer_queue)
         try:
             trainer = SamebitsTrainer(config, recipe)
-            trainer.init()
-            servers = trainer.llm_server_manager.server_handles
-            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
+            try:
+                trainer.init()
+                servers = trainer.llm_server_manager.server_handles
+                trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
+            finally:
+                trainer.log.close()
         finally:
             tq.close()
 
@@ -80,7 +86,13 @@ def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = Fa
 
 def _train_locked(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool) -> dict[str, Any]:
     run_dir.prepare(recipe, verl)
-    train_file, test_file = write_task_data(recipe, recipe.folder / "data")
+    try:
+        data = task_data(recipe)
+    except DataError as error:
+        raise RecipeError(str(error)) from None
+    require_enough(verl, data.train)
+    run_dir.require_same_data(recipe.folder, data.fingerprints)
+    train_file, test_file = write_task_data(data, recipe.folder / "data")
     with open_dict(verl):
         verl.data.train_files = [str(train_file)]
         verl.data.val_files = [str(test_file)]
@@ -89,14 +101,16 @@ def _train_locked(recipe: Recipe, verl: DictConfig, console: Console, verbose: b
     if _finished(recipe, total):
         console.print(f"{recipe.folder} has all {total} steps already")
         return json.loads((recipe.folder / "summary.json").read_text())
-    _set_environment(recipe)
+    environment = _environment(recipe)
+    os.environ |= environment
     started = time.time()
     try:
-        _start_ray(verl, verbose)
+        _start_ray(verl, verbose, environment)
         config = OmegaConf.create(OmegaConf.to_container(verl, resolve=True))
         config.transfer_queue.enable = True
-        job = TaskRunner.remote().run.remote(config, recipe)
-        _follow(job, recipe.folder / "metrics.jsonl", total, console)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        job = TaskRunner.options(scheduling_strategy=here).remote().run.remote(config, recipe)
+        _follow(job, recipe.folder, total, console)
     finally:
         ray.shutdown()
     return _summarise(recipe, total, time.time() - started)
@@ -107,10 +121,10 @@ def _finished(recipe: Recipe, total: int) -> bool:
     return path.is_file() and json.loads(path.read_text())["steps"] >= total
 
 
-def _set_environment(recipe: Recipe) -> None:
-    """Environment that every process of the job inherits from Ray."""
+def _environment(recipe: Recipe) -> dict[str, str]:
+    """Environment of every process of the job."""
     threads = str(recipe.threads or os.cpu_count() or 1)
-    os.environ |= {
+    found = {
         "VERL_USE_EXTERNAL_MODULES": PLUGINS,
         "OMP_NUM_THREADS": threads,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -124,23 +138,52 @@ def _set_environment(recipe: Recipe) -> None:
         "SAMEBITS_FAULT": json.dumps({"kind": recipe.fault.kind, "step": recipe.fault.step}),
     }
     if recipe.device == "cpu":
-        os.environ |= {
+        found |= {
             "VERL_PLATFORM": "cpu",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Lets vLLM's CPU platform keep engine core and worker in one process: apart, each spins on a core while it waits.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1",  # the first batch would wait for a C++ compiler, for one small helper of vLLM's
         }
+    return found
 
 
-def _start_ray(verl: DictConfig, verbose: bool) -> None:
+def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> None:
+    """Start Ray on this machine or, for a recipe of several nodes, join the cluster that runs. Raises `RecipeError` in one line."""
     init = {k: v for k, v in OmegaConf.to_container(verl.ray_kwargs.ray_init, resolve=True).items() if v is not None}
     init.pop("runtime_env", None)
-    ray.init(log_to_driver=verbose, include_dashboard=False, logging_level="WARNING" if not verbose else "INFO", **init)
+    init |= {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "WARNING"}
+    nodes, address = verl.trainer.nnodes, os.environ.get("RAY_ADDRESS")
+    if nodes == 1 and not address:
+        ray.init(address="local", include_dashboard=False, **init)
+        return
+    for size in ("num_cpus", "num_gpus"):
+        init.pop(size, None)  # a cluster that runs has its sizes
+    try:
+        _require_listener(address)
+        # What a node's `ray start` was not given, each worker gets from here.
+        env = {k: v for k, v in environment.items() if not k.startswith("RAY_")}
+        ray.init(address=address or "auto", runtime_env={"env_vars": env}, **init)
+    except (OSError, RuntimeError, ValueError) as error:
+        hint = "samebits train RECIPE --check prints the commands that start one"
+        raise RecipeError(f"trainer.nnodes={nodes}: no Ray cluster at {address or 'this machine'} ({_one_line(error)}); {hint}") from None
+    each = verl.trainer.n_gpus_per_node
+    found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    if sum(count >= each for count in found) < nodes:
+        have = ", ".join(map(str, found))
+        raise RecipeError(f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each}: the Ray cluster has nodes with {have} GPUs")
 
 
-def _follow(job: Any, metrics: Path, total: int, console: Console) -> None:
-    """Show progress until the job ends; raise `JobFailed` when it failed."""
+def _require_listener(address: str | None) -> None:
+    """Raise `OSError` at once when nothing listens at `host:port`: Ray would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def _follow(job: Any, folder: Path, total: int, console: Console) -> None:
+    """Show progress and warnings until the job ends; raise `JobFailed` when it failed."""
+    metrics, shown = folder / "metrics.jsonl", len(run_dir.warnings(folder))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -160,6 +203,9 @@ def _follow(job: Any, metrics: Path, total: int, console: Console) -> None:
                 last = lines[-1]
                 heldout = last.get("accuracy/heldout", heldout)
                 progress.update(bar, completed=last["step"], description="GRPO", state=_state(last, heldout))
+            for text in run_dir.warnings(folder)[shown:]:
+                shown += 1
+                console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
             if done:
                 break
     try:
@@ -225,6 +271,7 @@ def _summarise(recipe: Recipe, total: int, seconds: float) -> dict[str, Any]:
         "sync_verified_steps": sum(bool(line["sync/verified"]) for line in steps),
         "seconds_per_step": sum(line["time/step"] for line in steps) / len(steps),
         "seconds_this_start": seconds,
+        "warnings": run_dir.warnings(recipe.folder),
         "versions": versions(),
     }
     staging = recipe.folder / "summary.tmp"

@@ -23,7 +23,9 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
 
 from .config import Recipe
-from .run_dir import MetricsLog
+from .data import RECORD
+from .run_dir import MetricsLog, read_metrics, warn
+from .tracking import open_trackers
 
 
 class AgreementLost(RuntimeError):
@@ -58,6 +60,9 @@ class SamebitsTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """First sync, then the preflight: nothing is sampled before every replica proved what it holds."""
         self.log.truncate_after(self.global_steps)
+        self.log.trackers = open_trackers(
+            self.recipe, self.config.trainer.project_name, read_metrics(self.log.path), lambda text: warn(self.recipe.folder, text)
+        )
         super().on_init_end()
         servers = self.llm_server_manager.server_handles
         for i, hashes in enumerate(ray.get([s.profile_hashes.remote() for s in servers])):
@@ -110,7 +115,7 @@ class SamebitsTrainer(PPOTrainerSync):
         return upsample_batch_to_divisible_size(batch, self._get_required_batch_multiple(1), self.tokenizer.eos_token_id)
 
     def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs) -> dict[str, float]:
-        correct = [score > 0 for score in reward_extra_infos_dict["reward"]]
+        correct = [acc > 0 for acc in reward_extra_infos_dict["acc"]]  # not the reward: a penalty for length makes no answer wrong
         found = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns, **kwargs)
         return found | {"accuracy/heldout": float(np.mean(correct)), "accuracy/samples": len(correct)}
 
@@ -164,6 +169,7 @@ class SamebitsTrainer(PPOTrainerSync):
     def _save_now(self) -> None:
         super()._save_checkpoint()
         step = self.global_steps
+        shutil.copyfile(self.recipe.folder / "data" / RECORD, Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / RECORD)
         source = Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / "actor" / "peft"
         target = self.recipe.folder / "adapters" / f"step_{step}"
         if not source.is_dir():

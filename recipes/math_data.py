@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +29,9 @@ PROMPT_HEAD = (
 )
 PROMPT_TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
 """DAPO's prompt around a problem, as in BytedTsinghua-SIA/DAPO-Math-17k (Yu et al. 2025, arXiv:2503.14476)."""
+PLACE = "{problem}"
+TEMPLATE = PROMPT_HEAD + PLACE + PROMPT_TAIL
+"""A prompt template: text with `{problem}` once."""
 
 MAX_ROWS_PER_PROMPT = 1.01
 _PROBLEM_FIELDS = ("problem", "question", "prompt")
@@ -72,7 +76,11 @@ class MathProblem:
     @property
     def prompt(self) -> str:
         """What the user says: the problem in DAPO's template."""
-        return PROMPT_HEAD + self.text + PROMPT_TAIL
+        return self.prompt_in(TEMPLATE)
+
+    def prompt_in(self, template: str) -> str:
+        """What the user says, in another template."""
+        return template.replace(PLACE, self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,8 @@ class ProblemSet:
     """Problems taken out because they are in an evaluation set."""
     conflicting: int = 0
     """Problems taken out because they come with different answers."""
+    template: str = TEMPLATE
+    """What `write_parquet` puts around a problem."""
 
     @property
     def fingerprint(self) -> str:
@@ -98,7 +108,7 @@ class ProblemSet:
 
         Independent of file format, row order and repetition; another problem, answer, template or setting changes it.
         """
-        content = {"problems": [p.digest for p in self.problems], "template": [PROMPT_HEAD, PROMPT_TAIL], "settings": self.settings}
+        content = {"problems": [p.digest for p in self.problems], "template": self.template.split(PLACE), "settings": self.settings}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     @property
@@ -135,7 +145,7 @@ def load_problems(
     found: dict[str, tuple[MathProblem, int]] = {}
     conflicting: set[str] = set()
     count = 0
-    for count, row in enumerate(_rows(name, known), 1):
+    for count, row in enumerate(rows(name), 1):
         text, answer = problem_of(row, f"{name}, row {count}")
         problem = MathProblem(_digest(text, answer), text, answer)
         key = _one_space(text)
@@ -245,10 +255,14 @@ def _digest(text: str, answer: str) -> str:
     return hashlib.sha256(json.dumps([_one_space(text), answer]).encode()).hexdigest()[:16]
 
 
-def _rows(name: str, known: KnownSet | None) -> Iterator[dict[str, Any]]:
+def rows(name: str) -> Iterator[dict[str, Any]]:
+    """Rows of a source as they are. Raises `DataError`."""
     from datasets import disable_progress_bars, load_dataset
+    from datasets.utils.logging import CRITICAL, set_verbosity
 
     disable_progress_bars()
+    set_verbosity(CRITICAL)  # its errors are raised as well, and end in one line
+    known = KNOWN.get(name)
     path = Path(name)
     local = SUFFIXES.get(path.suffix)
     if known is None and local and not path.is_file():
@@ -278,21 +292,24 @@ def _one_line(error: Exception) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def row(problem: MathProblem, data_source: str, split: str, index: int) -> dict[str, Any]:
+def row(problem: MathProblem, data_source: str, split: str, index: int, template: str = TEMPLATE) -> dict[str, Any]:
     """One row of a verl data file."""
     return {
         "data_source": data_source,
-        "prompt": [{"role": "user", "content": problem.prompt}],
+        "prompt": [{"role": "user", "content": problem.prompt_in(template)}],
         "reward_model": {"style": "rule", "ground_truth": problem.answer},
         "extra_info": {"index": index, "split": split, "problem": problem.digest},
     }
 
 
 def write_parquet(problems: ProblemSet, split: str, path: Path) -> Path:
-    """Write a set as verl reads it, with `<path>.report.json` beside it; returns `path`."""
+    """Write a set as verl reads it, with `<path>.report.json` beside it; returns `path`. A kill leaves the old file or the new one."""
     from datasets import Dataset
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list([row(p, problems.data_source, split, i) for i, p in enumerate(problems.problems)]).to_parquet(path)
+    lines = [row(p, problems.data_source, split, i, problems.template) for i, p in enumerate(problems.problems)]
+    staging = path.with_suffix(".tmp")
+    Dataset.from_list(lines).to_parquet(staging)
     path.with_suffix(".report.json").write_text(json.dumps(problems.report, indent=1) + "\n")
+    os.replace(staging, path)
     return path

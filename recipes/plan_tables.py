@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samebits.quant.adapter import ModelShape
 from samebits.quant.roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, SHARED_ROLES, Role
 
 TABLES = Path(__file__).parent
 BITS = {"nvfp4": 4.5, "mxfp8": 8.25, "fp8": 8.0, "bf16": 16.0, "fp32": 32.0}
 """Stored bits an element, scales included: NVFP4 one E4M3 scale each 16 elements, MXFP8 one E8M0 scale each 32."""
+FAMILY = "minimax_m3"
+"""The family of architectures that trainer and engine implement."""
 
 
 class PlanError(ValueError):
@@ -48,6 +51,10 @@ class Model:
     dense_intermediate: int
     vocabulary: int
     sources: tuple[str, ...]
+    family: str = FAMILY
+    """Kind of architecture: what it takes to compute the model."""
+    context: int | None = None
+    """Longest sequence the model takes, in tokens."""
     sparse: Sparse | None = None
     checkpoint_gb: Mapping[str, float] = field(default_factory=dict)
 
@@ -156,6 +163,8 @@ class Gpu:
     bf16_tflops: float
     link_gb_s: float
     sources: tuple[str, ...]
+    nvfp4_mma: bool = False
+    """Whether its matrix units multiply NVFP4 by NVFP4."""
 
 
 def get_model(name: str) -> Model:
@@ -163,6 +172,57 @@ def get_model(name: str) -> Model:
     entry = _entry("models", name)
     sparse = Sparse(**entry.pop("sparse")) if entry.get("sparse") else None
     return Model(**entry | {"sparse": sparse, "sources": tuple(entry["sources"])})
+
+
+def model_of_config(config: Mapping[str, Any], title: str) -> Model:
+    """Sizes of a MiniMax-M3 checkpoint from its config.json. Raises `ValueError` naming a missing key."""
+    shape = ModelShape.from_config(config)
+    text = config.get("text_config", config)
+    sparse = text.get("sparse_attention_config") or {}
+    try:
+        return Model(
+            title=title,
+            layers=shape.layers,
+            dense_layers=shape.layers - len(shape.moe_layers),
+            hidden=shape.hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            experts=shape.experts,
+            experts_per_token=text["num_experts_per_tok"],
+            expert_intermediate=shape.expert_intermediate,
+            shared_intermediate=shape.shared_intermediate,
+            dense_intermediate=shape.dense_intermediate,
+            vocabulary=text["vocab_size"],
+            sources=("config.json of the checkpoint",),
+            context=text.get("max_position_embeddings"),
+            sparse=Sparse(
+                sparse.get("sparse_topk_blocks", 16),
+                sparse.get("sparse_block_size", 128),
+                sparse["sparse_index_dim"],
+                sparse["sparse_num_index_heads"],
+            )
+            if sparse.get("use_sparse_attention")
+            else None,
+        )
+    except KeyError as error:
+        raise ValueError(f"model config has no key {error.args[0]!r}") from None
+
+
+def adapter_shape(model: Model) -> ModelShape:
+    """The sizes that an adapter of `model` depends on; its dense layers come first."""
+    return ModelShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        expert_intermediate=model.expert_intermediate,
+        shared_intermediate=model.shared_intermediate,
+        dense_intermediate=model.dense_intermediate,
+        experts=model.experts,
+        moe_layers=tuple(range(model.dense_layers, model.layers)),
+    )
 
 
 def get_gpu(name: str) -> Gpu:

@@ -1,8 +1,10 @@
 """The run directory: what a run leaves behind, and how it is read back.
 
 config.yaml     the recipe's own keys and verl's complete configuration
-data/           the prompts, as verl reads them
+data/           the prompts, as verl reads them, and their fingerprints
 metrics.jsonl   one line for each step; line 0 is the evaluation before training
+warnings.log    what went wrong without stopping the run
+tensorboard/, wandb/, tracking.json   where the recipe asks for them
 adapters/       one PEFT folder for each saved step
 checkpoints/    what a resume needs
 summary.json    the result, written at the end
@@ -16,11 +18,15 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
 from .config import Recipe, RecipeError
+from .data import RECORD, other_data
+
+if TYPE_CHECKING:
+    from .tracking import Trackers
 
 # Keys that may change between the start and the resumption of a run.
 # The checkpoints lie in the run directory, which may have been moved.
@@ -31,7 +37,10 @@ _FREE_KEYS = (
     "trainer.test_freq",
     "trainer.max_actor_ckpt_to_keep",
 )
-_FREE_OWN_KEYS = ("checks", "fault", "threads", "run_dir")
+# What the data is, its fingerprint says: the same problems may come from another place.
+_FREE_OWN_KEYS = (
+    "checks", "fault", "threads", "run_dir", "tracking", "cluster", "data_source.train", "data_source.test", "data_source.without",
+)  # fmt: skip
 
 
 def lock(folder: Path, name: str, wait: float = 0.0) -> TextIO:
@@ -53,6 +62,25 @@ def lock(folder: Path, name: str, wait: float = 0.0) -> TextIO:
             time.sleep(0.2)
 
 
+def atomic_text(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    staging = path.with_name(f".{path.name}.tmp")
+    staging.write_text(text)
+    os.replace(staging, path)
+
+
+def warn(folder: Path, text: str) -> None:
+    """Append one line to a run's `warnings.log`, which the command line shows while the run goes on."""
+    with (folder / "warnings.log").open("a") as f:
+        f.write(" ".join(text.split()) + "\n")
+
+
+def warnings(folder: Path) -> list[str]:
+    """Lines of a run's `warnings.log`."""
+    path = folder / "warnings.log"
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
+
+
 class MetricsLog:
     """`metrics.jsonl`: append one line a step; a resumed run drops the lines that it is about to write again."""
 
@@ -61,15 +89,15 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self.last_step = -1
+        self.trackers: Trackers | None = None
+        """Where each line goes as well, once it is on disk."""
         for line in read_metrics(path):
             self.last_step = line["step"]
 
     def truncate_after(self, step: int) -> None:
         """Keep only lines up to `step`; with step 0 keep none, since a fresh start evaluates again."""
         kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
-        staging = self.path.with_suffix(".tmp")
-        staging.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(staging, self.path)
+        atomic_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.last_step = kept[-1]["step"] if kept else -1
 
     def write(self, line: dict[str, Any]) -> None:
@@ -79,6 +107,13 @@ class MetricsLog:
             f.flush()
             os.fsync(f.fileno())
         self.last_step = line["step"]
+        if self.trackers is not None:
+            self.trackers.write(line)
+
+    def close(self) -> None:
+        """Close the trackers."""
+        if self.trackers is not None:
+            self.trackers.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -107,9 +142,18 @@ def prepare(recipe: Recipe, verl: DictConfig) -> None:
                 f"{recipe.folder} holds a run with other settings ({', '.join(changed[:4])}): choose another name or run_dir, or remove it"
             )
     recipe.folder.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".tmp")
-    staging.write_text(OmegaConf.to_yaml(OmegaConf.create(ours)))
-    os.replace(staging, path)
+    atomic_text(path, OmegaConf.to_yaml(OmegaConf.create(ours)))
+
+
+def require_same_data(folder: Path, fingerprints: dict[str, str]) -> None:
+    """Refuse to go on with other data than a run started with, as its folder and its newest checkpoint record. Raises `RecipeError`."""
+    if not _trained(folder):
+        return
+    checkpoints = sorted((folder / "checkpoints").glob(f"global_step_*/{RECORD}"), key=lambda p: int(p.parent.name.rpartition("_")[2]))
+    for record in (folder / "data", *(path.parent for path in checkpoints[-1:])):
+        difference = other_data(record, fingerprints)
+        if difference:
+            raise RecipeError(f"{folder} holds a run on other data ({difference}): choose another name or run_dir, or restore the data")
 
 
 def _trained(folder: Path) -> bool:

@@ -38,7 +38,7 @@ def serve(
     from .eval_engine import read_adapter
     from .server_process import ServerFailed, port_problem, run
     from .serving import choose, serve_command
-    from .validate import validate
+    from .validate import examine, validate
 
     if name is not None and adapter is None:
         raise fail("--name names an adapter: give one with --adapter")
@@ -50,10 +50,12 @@ def serve(
         named = [] if device is None else [f"device={device}"]
         own, verl = load_recipe(recipe, [*(overrides or []), *named], planned=print_only)
         chosen = choose(hardware, own.device)
-        spec = validate(own, verl)
         served = None
+        if chosen.engine == "samebits":
+            spec = examine(own, verl).spec if print_only else validate(own, verl)
         if adapter is not None:
-            read_adapter(adapter, own, spec)
+            if chosen.engine == "samebits":
+                read_adapter(adapter, own, spec)
             served = (name or f"{own.name}-{adapter.resolve().name}", adapter)
             if served[0] == own.model_path.name:
                 raise RecipeError(f"--name: {served[0]} is the name of the base")

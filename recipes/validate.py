@@ -6,36 +6,95 @@ nothing, or that made trainer and engine disagree.
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from samebits.quant.adapter import AdapterSpec, ModelShape, target_roles
+from samebits.quant.adapter import AdapterSpec, target_roles
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.profile import ProfileMismatch, require_same
+from samebits.quant.roles import Role
 
-from .config import Recipe, RecipeError, verl_defaults
+from .config import DataSource, Grading, Recipe, RecipeError, require_device, verl_defaults
 from .data import TASKS
+from .layout import Spread, require_engine_limits, require_whole, spread
+from .math_data import PLACE
+from .plan_tables import Gpu, Model, PlanError, adapter_shape, get_gpu, get_model, model_of_config
+from .support import missing
 
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_SIZES = (
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.rollout.max_model_len",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_num_batched_tokens",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.max_lora_rank",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """What a sound recipe amounts to."""
+
+    spec: AdapterSpec
+    """What its adapter must consist of."""
+    model: Model
+    layout: Spread
+    gpu: Gpu | None
+    checkpoint_here: bool
+    missing: tuple[str, ...]
+    """What this version cannot run of it (see `support`)."""
 
 
 def validate(recipe: Recipe, verl: DictConfig) -> AdapterSpec:
-    """Check a composed recipe; returns what its adapter must consist of. Raises `RecipeError`."""
+    """Check a composed recipe that is to run here and now; returns what its adapter must consist of. Raises `RecipeError`."""
+    found = examine(recipe, verl, planned=True)
+    if found.missing:
+        raise RecipeError(found.missing[0])
+    require_device(recipe.device)
+    if not found.checkpoint_here:
+        _model(recipe, planned=False)
+    return found.spec
+
+
+def examine(recipe: Recipe, verl: DictConfig, *, planned: bool = False) -> Validated:
+    """Check a composed recipe. Raises `RecipeError` in one line naming the key.
+
+    What this version cannot run is returned. `planned`: the checkpoint may be absent where `architecture` names its sizes.
+    """
     _types(verl)
-    for key in ("trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size", "actor_rollout_ref.rollout.max_model_len"):
-        value = OmegaConf.select(verl, key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise RecipeError(f"{key} must be a whole number of at least 1, not {value!r}")
-    spec = _model(recipe)
+    require_whole(verl, *_SIZES)
+    gpu = _gpu(recipe)
+    model, here = _model(recipe, planned)
+    spec = _adapter(recipe, model)
+    _numerics(recipe, gpu)
     _sampling(verl)
     _correction(verl)
-    _sync(verl)
+    _sync(recipe, verl)
+    layout = spread(verl, model)
+    require_engine_limits(verl, model, recipe.lora.rank)
     _batches(verl)
-    if recipe.task not in TASKS:
-        raise RecipeError(f"task: unknown task {recipe.task!r}; known: {', '.join(TASKS)}")
+    _task(recipe, verl)
+    _own_keys(recipe, verl)
+    return Validated(spec, model, layout, gpu, here, tuple(missing(recipe, verl, model, layout, gpu)))
+
+
+def require_enough(verl: DictConfig, problems: int) -> None:
+    """A batch larger than the data would leave an epoch without a step. Raises `RecipeError`."""
+    if verl.data.train_batch_size > problems:
+        raise RecipeError(f"data.train_batch_size={verl.data.train_batch_size} is more than the {problems} training problems")
+
+
+def _own_keys(recipe: Recipe, verl: DictConfig) -> None:
     if recipe.fault.kind not in (None, "skip_sync"):
         raise RecipeError(f"fault.kind: unknown fault {recipe.fault.kind!r}; known: skip_sync")
     if not recipe.checks.max_kl > 0:
@@ -48,12 +107,56 @@ def validate(recipe: Recipe, verl: DictConfig) -> AdapterSpec:
         raise RecipeError(f"actor_rollout_ref.actor.optim.lr must be positive, not {verl.actor_rollout_ref.actor.optim.lr}")
     if recipe.threads is not None and recipe.threads < 1:
         raise RecipeError(f"threads must be at least 1, not {recipe.threads}")
-    return spec
+    tracked = recipe.tracking.wandb
+    if tracked is not None and tracked.mode not in ("online", "offline"):
+        raise RecipeError(f"tracking.wandb.mode must be online or offline, not {tracked.mode!r}")
+    if not 0 < recipe.cluster.usable_share <= 1:
+        raise RecipeError(f"cluster.usable_share must lie within 0 and 1, not {recipe.cluster.usable_share}")
+    if not 0 < recipe.cluster.ray_port < 65536:
+        raise RecipeError(f"cluster.ray_port must be a port, not {recipe.cluster.ray_port}")
+
+
+def _task(recipe: Recipe, verl: DictConfig) -> None:
+    """The task, its data and its grading; what it does not read must not be set."""
+    if recipe.task not in TASKS:
+        near = difflib.get_close_matches(recipe.task, TASKS, 1)
+        raise RecipeError(f"task: unknown task {recipe.task!r}; known: {', '.join(TASKS)}" + (f"; did you mean {near[0]}?" if near else ""))
+    manager = verl.reward.reward_manager.name
+    if manager != "naive":
+        raise RecipeError(f"reward.reward_manager.name={manager} would do nothing: the rollout grades; see the keys of grading")
+    source, grading = recipe.data_source, recipe.grading
+    if recipe.task != "dapo-math":
+        for name, have, default in (("data_source", source, DataSource()), ("grading", grading, Grading())):
+            changed = [key for key in vars(default) if getattr(have, key) != getattr(default, key)]
+            if changed:
+                raise RecipeError(f"{name}.{changed[0]} would do nothing: task {recipe.task} does not read it")
+        return
+    for key in ("train", "test"):
+        if not getattr(source, key):
+            raise RecipeError(f"data_source.{key}: task dapo-math needs a known set, a hub name or a file")
+    for key in ("duplicates", "conflicts"):
+        if getattr(source, key) not in ("refuse", "drop"):
+            raise RecipeError(f"data_source.{key} must be refuse or drop, not {getattr(source, key)!r}")
+    if source.prompt_template is not None and source.prompt_template.count(PLACE) != 1:
+        raise RecipeError(f"data_source.prompt_template must hold {PLACE} once")
+    if grading.truncation not in ("wrong", "grade"):
+        raise RecipeError(f"grading.truncation must be wrong or grade, not {grading.truncation!r}")
+    longest = verl.data.max_response_length
+    limit = longest if grading.max_response_tokens is None else grading.max_response_tokens
+    if not 1 <= limit <= longest:
+        raise RecipeError(f"grading.max_response_tokens={limit} must lie within 1 and data.max_response_length={longest}")
+    if not 0 <= grading.overlong_buffer < limit:
+        raise RecipeError(
+            f"grading.overlong_buffer={grading.overlong_buffer} must be less than the longest response ({limit}): "
+            "as long, it would punish every response"
+        )
+    if not grading.overlong_factor >= 0:
+        raise RecipeError(f"grading.overlong_factor must not be negative, not {grading.overlong_factor}")
 
 
 def _types(verl: DictConfig) -> None:
     """verl's configuration is untyped: hold each value against the type of its default."""
-    defaults = dict(_leaves(verl_defaults()))
+    defaults = _default_leaves()
     for key, value in _leaves(verl):
         default = defaults.get(key)
         if default is None or value is None or isinstance(default, str) or isinstance(value, type(default)):
@@ -62,6 +165,11 @@ def _types(verl: DictConfig) -> None:
             continue
         if isinstance(value, str) or isinstance(default, bool) != isinstance(value, bool):
             raise RecipeError(f"{key}: expected {type(default).__name__}, got {value!r}")
+
+
+@functools.cache
+def _default_leaves() -> dict[str, Any]:
+    return dict(_leaves(verl_defaults()))
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -75,29 +183,61 @@ def _leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _model(recipe: Recipe) -> AdapterSpec:
-    profile = recipe.profile
+def _gpu(recipe: Recipe) -> Gpu | None:
     try:
-        roles = target_roles(recipe.lora.targets)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
-    if recipe.numerics.hash is not None and recipe.numerics.hash != profile.hash:
-        raise RecipeError(f"numerics.hash is {recipe.numerics.hash}, but profile {profile.name} has hash {profile.hash}")
+        return get_gpu(recipe.cluster.gpu) if recipe.cluster.gpu is not None else None
+    except PlanError as error:
+        raise RecipeError(f"cluster.gpu: {error}") from None
+
+
+def _model(recipe: Recipe, planned: bool) -> tuple[Model, bool]:
+    """Sizes of the model, and whether its checkpoint is here."""
+    try:
+        named = get_model(recipe.architecture) if recipe.architecture is not None else None
+    except PlanError as error:
+        raise RecipeError(f"architecture: {error}") from None
     if not recipe.model:
         raise RecipeError("model: no checkpoint is named")
+    if named is not None and planned and not recipe.model_path.exists():
+        return named, False
+    profile = recipe.profile
     try:
         checkpoint = Checkpoint(recipe.model_path)
         require_same("the checkpoint", checkpoint.weights_hash, f"profile {profile.name}", profile.weights_hash)
-        shape = ModelShape.from_config(checkpoint.config)
+        model = model_of_config(checkpoint.config, recipe.model_path.name)
     except (CheckpointError, ProfileMismatch, ValueError) as error:
         raise RecipeError(f"model: {error}") from None
     if not (recipe.model_path / "tokenizer.json").is_file():
         raise RecipeError(f"model: {recipe.model_path} has no tokenizer.json")
-    if recipe.lora.rank not in _VLLM_RANKS:
-        raise RecipeError(f"lora.rank: vLLM serves ranks {', '.join(map(str, _VLLM_RANKS))}, not {recipe.lora.rank}")
+    if named is not None:
+        for size in ("layers", "dense_layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "expert_intermediate", "vocabulary"):
+            have, want = getattr(model, size), getattr(named, size)
+            if have != want:
+                raise RecipeError(
+                    f"architecture: {recipe.architecture} has {size} {want}, the checkpoint at {recipe.model_path} has {have}"
+                )
+    return model, True
+
+
+def _adapter(recipe: Recipe, model: Model) -> AdapterSpec:
+    try:
+        roles = target_roles(recipe.lora.targets)
+    except ValueError as error:
+        raise RecipeError(f"lora.targets: {error}") from None
+    held: tuple[Role, ...] = tuple(role for role in roles if all(model.matrix(role)) and model.count(role))
+    if not held:
+        raise RecipeError(f"lora.targets={recipe.lora.targets}: {model.title} has none of these weights")
     if recipe.lora.alpha <= 0:
         raise RecipeError(f"lora.alpha must be positive, not {recipe.lora.alpha}")
-    return AdapterSpec(shape, recipe.lora.rank, roles, profile.lora)
+    return AdapterSpec(adapter_shape(model), recipe.lora.rank, held, recipe.profile.lora)
+
+
+def _numerics(recipe: Recipe, gpu: Gpu | None) -> None:
+    profile = recipe.profile
+    if recipe.numerics.hash is not None and recipe.numerics.hash != profile.hash:
+        raise RecipeError(f"numerics.hash is {recipe.numerics.hash}, but profile {profile.name} has hash {profile.hash}")
+    if profile.activations == "nvfp4" and gpu is not None and not gpu.nvfp4_mma:
+        raise RecipeError(f"numerics.profile={profile.name} multiplies NVFP4 by NVFP4, which {gpu.title} cannot: use w4a16")
 
 
 def _sampling(verl: DictConfig) -> None:
@@ -122,9 +262,8 @@ def _sampling(verl: DictConfig) -> None:
         )
     if rollout.n < 2:
         raise RecipeError(f"{name}.n={rollout.n}: GRPO compares samples of one prompt, so it needs at least 2")
-    room = verl.data.max_prompt_length + verl.data.max_response_length
-    if rollout.max_model_len is not None and rollout.max_model_len < room:
-        raise RecipeError(f"{name}.max_model_len={rollout.max_model_len} is less than prompt plus response ({room})")
+    if verl.algorithm.adv_estimator != "grpo":
+        raise RecipeError(f"algorithm.adv_estimator={verl.algorithm.adv_estimator}: advantages are those of grpo, which needs no critic")
 
 
 def _correction(verl: DictConfig) -> None:
@@ -153,7 +292,7 @@ def _correction(verl: DictConfig) -> None:
         raise RecipeError(f"actor_rollout_ref.actor.loss_agg_mode={verl.actor_rollout_ref.actor.loss_agg_mode}: use token-mean")
 
 
-def _sync(verl: DictConfig) -> None:
+def _sync(recipe: Recipe, verl: DictConfig) -> None:
     rollout = verl.actor_rollout_ref.rollout
     if rollout.name != "samebits":
         raise RecipeError(f"actor_rollout_ref.rollout.name={rollout.name}: adapters are synced by the samebits rollout only")
@@ -161,6 +300,11 @@ def _sync(verl: DictConfig) -> None:
         raise RecipeError(f"actor_rollout_ref.rollout.load_format={rollout.load_format} leaves the base random: use safetensors")
     if verl.actor_rollout_ref.model.lora.get("merge", False):
         raise RecipeError("actor_rollout_ref.model.lora.merge=true would round the adapter into 16-bit weights")
+    if recipe.checks.routing_replay and not rollout.enable_rollout_routing_replay:
+        raise RecipeError(
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=false, but checks.routing_replay wants the engine's expert choices "
+            "replayed in the trainer"
+        )
     if rollout.enable_rollout_routing_replay and not rollout.enable_prefix_caching:
         raise RecipeError("actor_rollout_ref.rollout.enable_prefix_caching=false: vLLM keeps the routes to replay with its cached blocks")
     if verl.trainer.v1.trainer_mode != "sync":
@@ -173,10 +317,6 @@ def _batches(verl: DictConfig) -> None:
         raise RecipeError(
             f"one optimizer step a batch: ppo_mini_batch_size ({mini}) must equal data.train_batch_size ({batch}) and ppo_epochs be 1"
         )
-    ranks = verl.trainer.n_gpus_per_node * verl.trainer.nnodes
-    samples = batch * verl.actor_rollout_ref.rollout.n
-    if samples % ranks:
-        raise RecipeError(f"{batch} prompts x {verl.actor_rollout_ref.rollout.n} samples do not divide over {ranks} ranks")
     steps = verl.trainer.total_training_steps
     if not isinstance(steps, int) or steps < 1:
         raise RecipeError(f"trainer.total_training_steps must be a number of at least 1, not {steps!r}")

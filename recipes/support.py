@@ -1,0 +1,55 @@
+"""What this version of samebits cannot run, although the recipe is sound: said before anything starts, and by `--check` as well.
+
+A recipe may describe machines, a model or numerics that trainer and engine are not able to compute yet. `samebits train` refuses such
+a recipe with the first of these lines; `samebits train --check` checks all the rest and lists them.
+"""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from samebits.quant.profile import NumericsProfile
+
+from .config import Recipe
+from .layout import ROLLOUT, Spread
+from .plan_tables import FAMILY, Gpu, Model
+
+ENGINE_BITS = 32
+"""Bits in which the engine keeps a weight of the base: it rebuilds the values in fp32 when it loads them."""
+COMPUTED = ("bfloat16", "float32")
+"""Activation formats that trainer and engine compute with."""
+
+
+def missing(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread, gpu: Gpu | None) -> list[str]:
+    """One line for each thing that keeps the recipe from running, most fundamental first; empty when it can run."""
+    rollout = verl.actor_rollout_ref.rollout
+    found = []
+    if model.family != FAMILY:
+        found.append(
+            f"architecture {recipe.architecture} is of the {model.family} family: quantize, trainer and engine implement {FAMILY} only"
+        )
+    profile: NumericsProfile = recipe.profile
+    if profile.activations not in COMPUTED:
+        found.append(
+            f"numerics.profile={profile.name} computes with {profile.activations} activations, which trainer and engine do not yet: "
+            "use w4a16"
+        )
+    if layout.engine_gpus > 1:
+        found.append(
+            f"{ROLLOUT}.data_parallel_size={rollout.data_parallel_size}: the engine does not spread one replica over GPUs yet; "
+            "each GPU must hold the whole base"
+        )
+    held = held_weights(model, layout.expert_ranks)
+    if gpu is not None and held > gpu.memory_gb * 1e9 * recipe.cluster.usable_share:
+        packed = model.expert_bytes("nvfp4") / layout.expert_ranks + model.other_bytes("nvfp4")
+        found.append(
+            f"the engine keeps the base in {ENGINE_BITS} bits: {held / 1e9:,.0f} GB on each GPU instead of {packed / 1e9:,.0f} GB packed, "
+            f"of {gpu.memory_gb:g} GB"
+        )
+    return found
+
+
+def held_weights(model: Model, expert_ranks: int = 1) -> float:
+    """Bytes of the base on each engine GPU in this version: every matrix in `ENGINE_BITS`, the embedding in 16 bits."""
+    rest = model.projection_parameters + model.moe_layers * model.experts * model.hidden + model.vocabulary * model.hidden
+    return (model.expert_parameters / expert_ranks + rest) * ENGINE_BITS / 8 + model.vocabulary * model.hidden * 2

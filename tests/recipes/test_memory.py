@@ -1,0 +1,117 @@
+"""The memory plan of a recipe against sizes counted otherwise, and the facts about this version that it rests on."""
+
+import pytest
+import torch
+from torch import nn
+
+from samebits.quant.adapter import AdapterSpec, ModelShape
+from samebits.quant.checkpoint import Checkpoint
+from samebits.recipes import memory, support
+from samebits.recipes.check import check
+from samebits.recipes.config import load_recipe
+from samebits.recipes.plan_tables import adapter_shape, get_model, model_of_config
+from samebits.recipes.planning import plan_memory, plan_step
+from samebits.recipes.validate import examine
+
+GB = 1e9
+M31, H200, TINY = "m31_dapo_math_16xgb300.yaml", "m31_dapo_math_8xh200.yaml", "tiny_m3_grpo.yaml"
+QWEN = "qwen3_30b_a3b_dapo_math_8xh100.yaml"
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize("name", [M31, QWEN])
+def test_adapter_and_sync_are_those_of_the_exact_key_set(name):
+    report = check(name)
+    shapes = report.found.spec.shapes()
+    assert report.memory.adapter_parameters == sum(n * k for n, k in shapes.values())
+    assert report.memory.sync["to each replica"] == 2 * report.memory.adapter_parameters
+    assert report.memory.sync["to all replicas"] == 2 * report.memory.adapter_parameters * report.found.layout.replicas
+
+
+def test_parts_agree_with_samebits_plan():
+    report, model = check(M31), get_model("m31-flash")
+    generate, train, sync = report.memory.phases
+    served = plan_memory(model, report.found.gpu, 4, "dep4", 22528)
+    assert generate.parts["engine: base"] == served.weights_per_gpu
+    step = plan_step(
+        model, report.found.gpu, 16, layout="dep4", samples=2048, prompt_tokens=2048, response_tokens=20480, micro_batch_tokens=22528
+    )
+    assert train.parts["trainer: base, its shard"] == pytest.approx(step.base_per_gpu) == pytest.approx(250.1 * GB / 16)
+    assert report.memory.adapter_parameters == step.parameters
+    assert train.parts["trainer: activations kept"] == 2 * step.activations_per_gpu  # the stream and the residual
+    one = (model.kv_bytes_per_token("nvfp4") + model.index_bytes_per_token("nvfp4")) * 22528
+    assert report.memory.sequences == int(generate.parts["engine: KV cache"] // one)
+    assert "engine: KV cache" not in train.parts and "engine: base" not in train.parts
+    assert sync.parts["engine: base"] == served.weights_per_gpu
+
+
+def test_engine_and_trainer_share_a_gpu_while_it_generates():
+    generate = check(M31).memory.phases[0]
+    engine = sum(v for k, v in generate.parts.items() if k.startswith("engine: "))
+    assert engine == pytest.approx(0.6 * 288 * GB)
+    assert generate.usable == pytest.approx(0.945 * 288 * GB)
+
+
+@pytest.mark.parametrize(
+    ("override", "phase", "part", "ratio"),
+    [
+        (f"{ACTOR}.fsdp_config.fsdp_size=4", 1, "trainer: base, its shard", 4),
+        (f"{ACTOR}.fsdp_config.fsdp_size=4", 1, "trainer: moments", 4),
+        ("lora.rank=64", 1, "trainer: moments", 2),
+        ("lora.rank=64", 0, "engine: adapter slots", 2),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=45056", 1, "trainer: activations kept", 2),
+        (f"{ROLLOUT}.max_num_batched_tokens=16384", 0, "engine: KV cache", 0.957),
+    ],
+)
+def test_settings_move_the_part_that_they_should(override, phase, part, ratio):
+    before, after = (check(M31, extra).memory.phases[phase].parts[part] for extra in ([], [override]))
+    assert after / before == pytest.approx(ratio, rel=0.01)
+
+
+def test_a_cache_that_holds_no_whole_sequence_does_not_fit():
+    recipe, verl = load_recipe(H200, [f"{ROLLOUT}.gpu_memory_utilization=0.39"], planned=True)
+    found = memory.plan(recipe, verl, examine(recipe, verl, planned=True))
+    assert found.sequences == 0
+    one = found.phases[0].parts["engine: KV cache"]
+    assert one > 0, "one sequence is planned for, so that the shortage shows"
+
+
+def test_moved_state_leaves_the_gpu_and_enters_the_host():
+    offload = [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"]
+    before, after = check(H200).memory, check(H200, offload).memory
+    assert after.phases[0].total < before.phases[0].total - 40 * GB
+    assert after.phases[1].total == before.phases[1].total
+    assert after.host["trainer state put aside"] > 250 * GB
+
+
+def test_a_model_from_its_checkpoint_has_the_sizes_of_its_adapter():
+    checkpoint = Checkpoint("recipes/tiny_m3_base")
+    model = model_of_config(checkpoint.config, "tiny")
+    assert adapter_shape(model) == ModelShape.from_config(checkpoint.config)
+    report = check(TINY, ["device=cpu"])
+    spec = AdapterSpec(adapter_shape(model), 32, report.found.spec.roles)
+    assert report.memory.adapter_parameters == sum(n * k for n, k in spec.shapes().values())
+    # What the demo's metrics say of each sync.
+    assert report.memory.sync["to each replica"] == 1_351_680 and len(report.found.spec.shapes()) == 138
+
+
+def test_the_engine_still_keeps_its_base_in_the_bits_that_the_plan_says():
+    """Fails when the engine learns to keep packed weights: `support.ENGINE_BITS` and its line must go then."""
+    from samebits.rollout.quantization import NVFP4Experts
+
+    layer, method = nn.Module(), NVFP4Experts()
+    layer.prefix = "experts"
+    method.create_weights(layer, 2, 32, 48)
+    for parameter in layer.parameters():
+        parameter.data = torch.zeros_like(parameter.data.float()).to(parameter.dtype)
+    method.process_weights_after_loading(layer)
+    weights = 2 * 3 * 32 * 48
+    assert sum(p.numel() * p.element_size() * 8 for p in layer.parameters()) == weights * support.ENGINE_BITS
+
+
+def test_the_engine_still_refuses_what_support_says_it_refuses():
+    """Fails when trainer or engine learn more activation formats: `support.COMPUTED` must follow."""
+    from samebits.rollout import settings
+    from samebits.trainer import model
+
+    assert {str(f) for f in settings._ACTIVATIONS} == {str(f) for f in model._COMPUTE} == set(support.COMPUTED)
