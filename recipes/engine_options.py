@@ -48,9 +48,10 @@ def engine_options(recipe: Recipe, verl: DictConfig, *, context: int, adapter: b
     rollout = verl.actor_rollout_ref.rollout
     options = {key: rollout[key] for key in _SHARED}
     # vLLM wants room for a whole prompt in a step where prompts are not cut into chunks.
+    step = 0 if rollout.enable_chunked_prefill else context
     options |= {
         "max_model_len": context,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, context),
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, step),
         "seed": recipe.seed,
         "worker_extension_cls": EXTENSION,
     }

@@ -50,9 +50,12 @@ def serve(
         named = [] if device is None else [f"device={device}"]
         own, verl = load_recipe(recipe, [*(overrides or []), *named], planned=print_only)
         chosen = choose(hardware, own.device)
-        served = None
-        if chosen.engine == "samebits":
-            spec = examine(own, verl).spec if print_only else validate(own, verl)
+        served, missing = None, ()
+        if chosen.engine == "samebits" and print_only:
+            found = examine(own, verl, planned=True)
+            spec, missing = found.spec, found.missing
+        elif chosen.engine == "samebits":
+            spec = validate(own, verl)
         if adapter is not None:
             if chosen.engine == "samebits":
                 read_adapter(adapter, own, spec)
@@ -61,7 +64,7 @@ def serve(
                 raise RecipeError(f"--name: {served[0]} is the name of the base")
         command = serve_command(own, verl, chosen, host=host, port=port, adapter=served)
         if print_only:
-            print(command.text(api_key_env))
+            print(command.text(api_key_env, missing))
             return
         if chosen.engine != "samebits":
             raise RecipeError(f"--hardware {chosen.name}: samebits starts no server there; --print shows the command for vLLM's own model")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -64,9 +64,12 @@ class Command:
         """The command as it is started here."""
         return [python, "-m", SERVER, "--model", self.model, *self.options]
 
-    def text(self, key_variable: str | None = None) -> str:
-        """For a shell, with a comment that says what is known about it. `key_variable`: name of the variable with the key."""
-        comments = [f"{self.hardware.title}: {self.hardware.run}"]
+    def text(self, key_variable: str | None = None, missing: Sequence[str] = ()) -> str:
+        """For a shell, with a comment that says what is known about it.
+
+        `key_variable`: name of the variable with the key. `missing`: what this version of samebits cannot run of the recipe.
+        """
+        comments = [f"{self.hardware.title}: {self.hardware.run}", *(f"does not start with this version: {why}" for why in missing)]
         if self.hardware.engine == "vllm":
             comments.append("vLLM's own MiniMax-M3 and its numerics, not the recipe's; VLLM_PLUGINS= keeps samebits' model out")
             comments.append(f"vLLM {_vllm_version()} has not: {'; '.join(self.hardware.lacks)}")
