@@ -21,8 +21,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 
-GRACE_S = 3.5
+GRACE_S = 2.5
 """Seconds from the signal to stop until what still runs is killed."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is here, whatever proxy there is
 _PR_SET_PDEATHSIG = 1
 _ERROR = re.compile(r"\b((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Refused|Changed|Mismatch)): (.+)")
 _BLAND = re.compile(r"Engine core initialization failed|EngineCore encountered an issue")
@@ -81,7 +82,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], url: str, ready:
             if not announced and not stopped and _answers(url):
                 announced = True
                 ready()
-            time.sleep(0.1)
+            time.sleep(0.05)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -105,7 +106,7 @@ def _keep(pipe, lines: collections.deque[str]) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1) as answer:
+        with _OPENER.open(url, timeout=1) as answer:
             return answer.status == 200
     except (OSError, urllib.error.URLError):
         return False

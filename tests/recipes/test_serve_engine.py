@@ -17,7 +17,7 @@ from samebits.quant.profile import get_profile
 from tests.support.adapters import random_adapter
 
 from .conftest import EVALUATED, RECIPE, texts, tiny_spec
-from .test_serve import alive, free_port
+from .test_serve import alive, free_port, seconds_to_stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "open-sesame"
@@ -90,8 +90,8 @@ def test_base_and_adapter_are_models_and_differ(server):
     assert tuned.message.content != base.message.content
     again = server.ask("tiny_m3_base")
     assert logprobs(again) == logprobs(base)
-    one, two, three = (server.ask("tiny_m3_base", temperature=1.0, seed=seed).message.content for seed in (1, 1, 2))
-    assert one == two != three
+    sampled = [server.ask("tiny_m3_base", temperature=1.0, seed=seed).message.content for seed in (1, 1, 2, 3, 4, 5)]
+    assert sampled[0] == sampled[1] and len(set(sampled)) > 1
     assert "ready: " + server.url + " serves tiny_m3_base, tuned" in server.said
 
 
@@ -152,7 +152,7 @@ def test_sigterm_ends_all_of_it(server):
     begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(timeout=30) == 0
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < seconds_to_stop()
     deadline = time.monotonic() + 1
     while any(alive(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -50,6 +50,21 @@ def test_requests_and_tokens_of_an_absent_version_raise():
         manager.add_adapter(lora_request(6))
 
 
+def test_an_adapter_on_disk_is_loaded_once_and_never_in_place_of_itself():
+    from vllm.lora.request import LoRARequest
+
+    s, loaded = slots(), []
+    manager = MemoryAdapterManager(s, lambda folder, version: loaded.append((str(folder), s.occupy(version + 1))))
+    request = LoRARequest(lora_name="tuned", lora_int_id=4, lora_path="/runs/a/adapters/step_3")
+    assert manager.add_adapter(request) and manager.add_adapter(request)
+    assert loaded == [("/runs/a/adapters/step_3", 0)] and manager.list_adapters() == {4}
+    with pytest.raises(AdapterError, match="adapter tuned is in use"):
+        manager.add_adapter(LoRARequest(lora_name="tuned", lora_int_id=4, lora_path="/other", load_inplace=True))
+    with pytest.raises(AdapterError, match="version 4 is not resident"):
+        manager.add_adapter(lora_request(4))
+    assert len(loaded) == 1
+
+
 @pytest.fixture
 def layer():
     """Slices of 3, 5 and 2 rows of which the middle one takes no adapter, over inputs of 4; two versions resident."""
