@@ -529,7 +529,9 @@ def test_digest_of_a_checkpoint_sees_other_weights(tiny, tmp_path):
     before = checkpoint_digest(folder)
     assert before == checkpoint_digest(tiny[0].model_path)
     weights = folder / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    assert checkpoint_digest(folder) != before
+    whole = weights.read_bytes()
+    for place in (100_000, -1):  # within the first MiB alone, and within the last
+        data = bytearray(whole)
+        data[place] ^= 1
+        weights.write_bytes(data)
+        assert checkpoint_digest(folder) != before
