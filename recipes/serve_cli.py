@@ -93,6 +93,9 @@ def serve(
         run(command.words(sys.executable), environment, f"http://{local}:{port}/health", ready, verbose)
     except ServerFailed as error:
         raise fail(str(error), 1) from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking torch and all of verl's configuration down in order would be most of the time that stopping takes
 
 
 def _loopback(host: str) -> bool:
