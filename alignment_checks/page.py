@@ -2,7 +2,7 @@
 
 A page is a jinja2 template that extends `frame.html.jinja` and fills its blocks; the frame brings style, header and verdict. Templates
 escape everything that is not `Markup`, and the page's content security policy lets the browser load nothing, run no script but the
-frame's own and apply no style but the frame's own (both by hash), so that a name that slipped through could still do nothing.
+page's own and apply no style but the page's own (both by hash), so that a name that slipped through could still do nothing.
 A floor above gives the folder of its own templates along.
 """
 
@@ -28,8 +28,9 @@ EMBED_LIMIT = 2_000_000
 TEXT_LIMIT = 600
 """Characters up to which a single text is shown."""
 
-Tone = Literal["good", "bad", "unknown"]
-_SYMBOLS: dict[Tone, str] = {"good": "✓", "bad": "✗", "unknown": "!"}
+Tone = Literal["good", "bad", "unknown", "plain"]
+"""`plain`: a measurement, which is neither good nor bad."""
+_SYMBOLS: dict[Tone, str] = {"good": "✓", "bad": "✗", "unknown": "!", "plain": "#"}
 
 
 class PageError(ValueError):
@@ -143,14 +144,17 @@ def _hash(text: str) -> str:
 
 
 @cache
-def _frame() -> dict[str, Markup | str]:
+def _frame(own_style: str, own_script: str) -> dict[str, Markup | str]:
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = style + own_style, script + own_script
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'; form-action 'none'"
     return {"style": Markup(style), "script": Markup(script), "policy": policy}
 
 
-def render(template: str, folders: Sequence[Path] = (), **context: object) -> str:
+def render(template: str, folders: Sequence[Path] = (), *, own_style: str = "", own_script: str = "", **context: object) -> str:
     """A page from a template that extends `frame.html.jinja`; `folders` are searched before this package's own.
+
+    `own_style` and `own_script`: CSS and JavaScript of this kind of page, after the frame's and under the same policy.
 
     The frame needs `title`, `kind` (what the page is), `verdict` (a `Verdict`), `facts` (name to text or Markup, shown below the
     verdict) and `download` (a `Download`).
@@ -163,7 +167,7 @@ def render(template: str, folders: Sequence[Path] = (), **context: object) -> st
         lstrip_blocks=True,
     )
     environment.filters |= {"clip": clip, "number": number, "size": size}
-    text = environment.get_template(template).render(**_frame(), **context)
+    text = environment.get_template(template).render(**_frame(own_style, own_script), **context)
     # A name out of JSON may hold half a surrogate pair, which no file can.
     return text.encode("utf-8", "replace").decode("utf-8")
 

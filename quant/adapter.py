@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from .roles import (
 )
 
 PREFIX = "base_model.model."
+_TENSORS = "adapter_model.safetensors"
 SIDES = ("A", "B")
 TARGET_GROUPS: dict[str, tuple[Role, ...]] = {
     "all": LORA_ROLES,
@@ -241,7 +243,7 @@ def save_peft(folder: Path, tensors: Mapping[str, Tensor], spec: AdapterSpec, ba
     """Write a PEFT adapter folder (`adapter_model.safetensors`, `adapter_config.json`); `metadata` goes into the safetensors header."""
     spec.check(tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors", dict(metadata))
+    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / _TENSORS, dict(metadata))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -257,16 +259,45 @@ def save_peft(folder: Path, tensors: Mapping[str, Tensor], spec: AdapterSpec, ba
 
 
 def load_peft(folder: Path, spec: AdapterSpec) -> dict[str, Tensor]:
-    """Tensors of a PEFT adapter folder, checked against `spec`. Raises `AdapterError` in one line."""
-    path = folder / "adapter_model.safetensors"
-    if not path.is_file():
-        raise AdapterError(f"no adapter at {folder}")
-    config = json.loads((folder / "adapter_config.json").read_text())
+    """Tensors of a PEFT adapter folder, checked against `spec`. Raises `AdapterError` in one line that names the folder."""
+    config = _peft_config(folder)
+    if config["r"] != spec.rank:
+        raise AdapterError(f"{folder}: the adapter has rank {config['r']}, not {spec.rank}")
     if config["lora_alpha"] != config["r"]:
         raise AdapterError(f"{folder}: lora_alpha {config['lora_alpha']} is not r {config['r']}; the scale must be folded into B")
-    tensors = load_file(path)
-    spec.check(tensors)
+    try:
+        tensors = load_file(folder / _TENSORS)
+        spec.check(tensors)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{folder / _TENSORS} cannot be read: {error}") from None
+    except AdapterError as error:
+        raise AdapterError(f"{folder}: {error}") from None
     return tensors
+
+
+def peft_metadata(folder: Path) -> dict[str, str]:
+    """What `save_peft` was given as metadata: the trainer writes `profile`, `adapter_version` and more. Raises `AdapterError`."""
+    path = folder / _TENSORS
+    if not path.is_file():
+        raise AdapterError(f"no adapter at {folder}")
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from None
+
+
+def _peft_config(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter_config.json"
+    if not (folder / _TENSORS).is_file():
+        raise AdapterError(f"no adapter at {folder}")
+    try:
+        config = json.loads(path.read_text())
+        return {key: config[key] for key in ("r", "lora_alpha")}
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise AdapterError(f"{path} is no PEFT adapter configuration") from None
 
 
 def _dtype_name(t: Tensor) -> str:

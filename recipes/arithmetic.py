@@ -93,16 +93,20 @@ def draw(split: Split, count: int, seed: int = 0) -> list[Problem]:
     return random.Random(seed).sample(pool, count)
 
 
+def stated(text: str) -> str | None:
+    """The one final number that `text` gives; None when it gives none, several, or more text after it."""
+    match = _RESPONSE.fullmatch(text)
+    return None if match is None or "answer:" in match["steps"] else match["number"]
+
+
 def grade(text: str, answer: str) -> float:
     """+1.0 when `text` gives exactly one answer, it equals `answer` as a number, and nothing but `<eos>` follows it; else -1.0.
 
     A text cut before or inside the number is wrong. One cut between the whole number and `<eos>` cannot be told from a finished
     one where the end token is stripped, as verl strips it; `MAX_RESPONSE_TOKENS` leaves room for it.
     """
-    match = _RESPONSE.fullmatch(text)
-    if match is None or "answer:" in match["steps"]:
-        return -1.0
-    return 1.0 if int(match["number"]) == int(answer) else -1.0
+    number = stated(text)
+    return 1.0 if number is not None and int(number) == int(answer) else -1.0
 
 
 def compute_score(

@@ -1,4 +1,4 @@
-"""The command line: `samebits train`, `samebits verify`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
+"""The command line of samebits: train, eval, serve, verify, report, quantize, plan, tiny-m3.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -13,7 +13,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .evaluate_cli import evaluate
 from .plan_cli import plan_app
+from .serve_cli import serve
 from .terminal import fail, write_json
 from .verify_cli import verify_app
 
@@ -26,6 +28,8 @@ app = typer.Typer(
 )
 app.add_typer(plan_app, name="plan")
 app.add_typer(verify_app, name="verify")
+app.command("eval")(evaluate)
+app.command("serve")(serve)
 console = Console()
 
 

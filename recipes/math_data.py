@@ -37,7 +37,7 @@ MAX_ROWS_PER_PROMPT = 1.01
 _PROBLEM_FIELDS = ("problem", "question", "prompt")
 _ANSWER_FIELDS = ("answer", "ground_truth", "expected_answer", "final_answer", "reward_model", "solution")
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-_SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 Duplicates = Literal["refuse", "drop"]
 
@@ -264,7 +264,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
     set_verbosity(CRITICAL)  # its errors are raised as well, and end in one line
     known = KNOWN.get(name)
     path = Path(name)
-    local = _SUFFIXES.get(path.suffix)
+    local = SUFFIXES.get(path.suffix)
     if known is None and local and not path.is_file():
         raise DataError(f"no file {name}")
     if known is None and local and path.stat().st_size == 0:
@@ -279,7 +279,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         elif hub and not path.exists():
             yield from load_dataset(hub[1], split=hub[2] or "train")
         else:
-            raise DataError(f"{name}: a source is {', '.join(KNOWN)}, a hub name or a {', '.join(_SUFFIXES)} file")
+            raise DataError(f"{name}: a source is {', '.join(KNOWN)}, a hub name or a {', '.join(SUFFIXES)} file")
     except DataError:
         raise
     except Exception as error:  # what `datasets` raises has no common base

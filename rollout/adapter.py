@@ -1,5 +1,6 @@
 """An adapter's way into the engine, and the proof that it arrived.
 
+A training job sends tensors (`load_path`); a server takes the PEFT folder of a run (`load_folder`), by vLLM's own `--lora-modules`.
 `load` copies the received tensors into a slot of the engine's own buffers; `held` reads the same slot back, by walking the layers
 that multiply with it, to the names, shapes and dtype of the wire. The digests of what was read back are the answer to the trainer,
 which compares them with the digests of what it sent.
@@ -19,14 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
-from samebits.quant.adapter import PREFIX, AdapterError, Manifest
+from samebits.quant.adapter import PREFIX, AdapterError, Manifest, load_peft, peft_metadata
+from samebits.quant.profile import NumericsProfile, require_same
 
-from .slots import AdapterSlots
+from .slots import IN_MEMORY, AdapterSlots
 
 
 def lora_request(version: int) -> LoRARequest:
     """The request that selects adapter `version`. The version is in vLLM's prefix-cache key through the name."""
-    return LoRARequest(lora_name=f"samebits-{version}", lora_int_id=adapter_id(version), lora_path="samebits:memory")
+    return LoRARequest(lora_name=f"samebits-{version}", lora_int_id=adapter_id(version), lora_path=IN_MEMORY)
 
 
 def adapter_id(version: int) -> int:
@@ -72,6 +74,33 @@ def load_path(model: Any, path: str, version: int) -> None:
     if not Path(path).is_file():
         raise AdapterError(f"no adapter file at {path}")
     load(model, load_file(path), version)
+
+
+def load_folder(model: Any, folder: Path, version: int) -> None:
+    """`load` from a PEFT folder as a run leaves it, and read it back: raises `AdapterError` unless the engine holds its very bits.
+
+    Refused before a slot is touched: a folder that cannot be read, another shape or rank, an adapter that was trained with another
+    numerics profile, and a third adapter where both slots are taken (requests for the one that would leave are still being accepted).
+    """
+    slots = _slots(model)
+    tensors = load_peft(folder, slots.spec)
+    profile = folder_profile(folder, model.settings.profile)
+    if None not in slots.occupants:
+        raise AdapterError(f"{folder}: all {len(slots.occupants)} adapter slots are taken")
+    load(model, tensors, version)
+    Manifest.of(tensors, version, profile).require(held(model, version), str(folder))
+
+
+def folder_profile(folder: Path, profile: NumericsProfile) -> str:
+    """Hash of the numerics profile that a PEFT folder was trained with. Raises `AdapterError` when it is not that of `profile`."""
+    trained = peft_metadata(folder).get("profile")
+    if trained is None:
+        raise AdapterError(f"{folder} does not say which numerics profile it was trained with")
+    try:
+        require_same(f"adapter {folder}", trained, f"the engine ({profile.name})", profile.hash)
+    except ValueError as error:
+        raise AdapterError(str(error)) from None
+    return trained
 
 
 def held_tensors(model: Any, version: int) -> dict[str, Tensor]:

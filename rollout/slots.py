@@ -6,14 +6,16 @@ layers keep their LoRA pairs in `ProjectionAdapter` and `ExpertsAdapter`, one en
 before they add the delta, their CPU kernels gather B once for every token, and they have no layer for the fused q, k, v, index_q,
 index_k projection.
 
-An adapter enters through `adapter.load` only. A request that names a version that is not resident raises in the worker; it is never
-served by the base.
+An adapter enters through `adapter.load` only, as tensors that a job sent or from a PEFT folder that a server was given. A request that
+names a version that is not resident raises in the worker; it is never served by the base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from samebits.kernels.moe import ExpertLoRA
 from samebits.quant.adapter import AdapterError, AdapterSpec
 
 from .settings import RESIDENT
+
+IN_MEMORY = "samebits:memory"
+"""`lora_path` of an adapter that was sent and lies nowhere on disk."""
 
 
 class AdapterSlots:
@@ -149,10 +154,14 @@ class ExpertsAdapter:
 
 
 class MemoryAdapterManager:
-    """The worker-side LoRA manager that vLLM's model runners talk to."""
+    """The worker-side LoRA manager that vLLM's model runners talk to.
 
-    def __init__(self, slots: AdapterSlots) -> None:
+    `load_folder(folder, version)` fills a slot from a PEFT folder (`adapter.load_folder` of the model).
+    """
+
+    def __init__(self, slots: AdapterSlots, load_folder: Callable[[Path, int], None]) -> None:
         self.slots = slots
+        self.load_folder = load_folder
 
     def set_active_adapters(self, requests: set, mapping) -> None:
         """Called before each step. Raises `AdapterError` when a request names an adapter that is not resident."""
@@ -162,8 +171,16 @@ class MemoryAdapterManager:
             self.slots.set_tokens(mapping.index_mapping)
 
     def add_adapter(self, request) -> bool:
-        """vLLM's own load path: there is nothing on disk to load, so it only confirms what is resident."""
-        self.slots.slot(request.lora_int_id)
+        """vLLM's own load path, which serves `--lora-modules`: a folder is loaded, what a training job sent only confirmed.
+
+        Raises `AdapterError`; vLLM turns it into the answer to whoever asked, and the engine goes on.
+        """
+        if request.lora_path == IN_MEMORY:
+            self.slots.slot(request.lora_int_id)
+        elif request.lora_int_id not in self.slots.occupants:
+            self.load_folder(Path(request.lora_path), request.lora_int_id - 1)
+        elif request.load_inplace:
+            raise AdapterError(f"adapter {request.lora_name} is in use: load the other weights under another name")
         return True
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -208,4 +225,6 @@ def attach(model: nn.Module, vllm_config, device: torch.device, spec: AdapterSpe
     dtype = vllm_config.model_config.dtype
     slots = AdapterSlots(spec, dtype, device, vllm_config.scheduler_config.max_num_batched_tokens)
     model.attach_adapters(slots)
-    return MemoryAdapterManager(slots)
+    from .adapter import load_folder  # which builds on this module
+
+    return MemoryAdapterManager(slots, functools.partial(load_folder, model))

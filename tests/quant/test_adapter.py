@@ -16,6 +16,7 @@ from samebits.quant.adapter import (
     digest,
     load_peft,
     parse_name,
+    peft_metadata,
     save_peft,
     target_roles,
     tensor_name,
@@ -226,9 +227,32 @@ def test_peft_folder_that_does_not_fit_raises(tmp_path):
     save_peft(tmp_path / "a", adapter(s), s, "base", {})
     with pytest.raises(AdapterError, match=r"experts\.0\.w1\.lora_A\.weight is missing"):
         load_peft(tmp_path / "a", dataclasses.replace(s, roles=(*s.roles, Role.EXPERT_GATE)))
-    with pytest.raises(AdapterError, match="has shape"):
+    with pytest.raises(AdapterError, match="the adapter has rank 8, not 16"):
         load_peft(tmp_path / "a", dataclasses.replace(s, rank=16))
+    with pytest.raises(AdapterError, match=r"a: .*has shape"):
+        load_peft(tmp_path / "a", dataclasses.replace(s, shape=dataclasses.replace(s.shape, hidden=s.shape.hidden * 2)))
     config = tmp_path / "a" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 64}))
     with pytest.raises(AdapterError, match="lora_alpha 64 is not r 8"):
         load_peft(tmp_path / "a", s)
+    for text in ("{", "[]", "{}"):
+        config.write_text(text)
+        with pytest.raises(AdapterError, match="is no PEFT adapter configuration"):
+            load_peft(tmp_path / "a", s)
+    config.unlink()
+    with pytest.raises(AdapterError, match="adapter_config.json cannot be read"):
+        load_peft(tmp_path / "a", s)
+
+
+def test_peft_tensors_that_cannot_be_read_raise_in_one_line(tmp_path):
+    s = spec("attention")
+    save_peft(tmp_path / "a", adapter(s), s, "base", {"profile": PROFILE})
+    assert peft_metadata(tmp_path / "a") == {"profile": PROFILE}
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    for read in (lambda: load_peft(tmp_path / "a", s), lambda: peft_metadata(tmp_path / "a")):
+        with pytest.raises(AdapterError, match="adapter_model.safetensors cannot be read") as error:
+            read()
+        assert "\n" not in str(error.value)
+    with pytest.raises(AdapterError, match="no adapter at"):
+        peft_metadata(tmp_path / "none")

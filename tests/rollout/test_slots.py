@@ -38,7 +38,7 @@ def test_the_lower_version_leaves_when_a_third_comes():
 
 def test_requests_and_tokens_of_an_absent_version_raise():
     s = slots()
-    manager = MemoryAdapterManager(s)
+    manager = MemoryAdapterManager(s, None)
     s.occupy(3)
     mapping = SimpleNamespace(index_mapping=(0, 3, 3))
     manager.set_active_adapters({lora_request(2)}, mapping)
@@ -48,6 +48,21 @@ def test_requests_and_tokens_of_an_absent_version_raise():
         s.set_tokens((3, 6))
     with pytest.raises(AdapterError, match="version 6 is not resident"):
         manager.add_adapter(lora_request(6))
+
+
+def test_an_adapter_on_disk_is_loaded_once_and_never_in_place_of_itself():
+    from vllm.lora.request import LoRARequest
+
+    s, loaded = slots(), []
+    manager = MemoryAdapterManager(s, lambda folder, version: loaded.append((str(folder), s.occupy(version + 1))))
+    request = LoRARequest(lora_name="tuned", lora_int_id=4, lora_path="/runs/a/adapters/step_3")
+    assert manager.add_adapter(request) and manager.add_adapter(request)
+    assert loaded == [("/runs/a/adapters/step_3", 0)] and manager.list_adapters() == {4}
+    with pytest.raises(AdapterError, match="adapter tuned is in use"):
+        manager.add_adapter(LoRARequest(lora_name="tuned", lora_int_id=4, lora_path="/other", load_inplace=True))
+    with pytest.raises(AdapterError, match="version 4 is not resident"):
+        manager.add_adapter(lora_request(4))
+    assert len(loaded) == 1
 
 
 @pytest.fixture
