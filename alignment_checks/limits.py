@@ -39,5 +39,5 @@ class Limits:
         """Limits for a numerics profile, with a recipe's own KL thresholds."""
         if profile.activations == Format.FP32:
             return cls(kl_warn, kl_fail)
-        bf16 = {"max_abs": 1.0, "mean": 0.02, "agreement": 0.9, "relative": 0.05, "effect": 0.02, "effect_error": 0.5, "gradient": 0.1}
+        bf16 = {"max_abs": 1.0, "mean": 0.02, "agreement": 0.9, "relative": 0.05, "effect": 0.02, "effect_error": 0.7, "gradient": 0.1}
         return cls(kl_warn, kl_fail, **bf16)
