@@ -14,7 +14,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest tests
+# Two processes, one thread each: most of the time goes into starting engines, which uses one core. A file's tests stay together, since
+# they share what they start.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 setup: $(READY)
 
