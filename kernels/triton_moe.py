@@ -1,0 +1,382 @@
+"""Triton kernels of the routed experts: grouping by expert, two grouped GEMMs over packed NVFP4 with the adapter inside, combination.
+
+    group     pairs (token, choice) sorted by expert, in token order within one; tiles of BT pairs, none across experts
+    gate/up   act = bf16(swiglu(bf16(W1 x + B1 u1), bf16(W3 x + B3 u3)))     u = bf16(A x)
+    down      y   = W2 act + B2 u2 in fp32, a row for each pair              u2 = bf16(A2 act)
+    combine   sum over the choices of a token, in ascending order of expert, of weight * y, in fp32
+
+Each GEMM is one launch that does two kinds of work. The first programs are the shrink, u = A x: a grouped GEMM of its own, K cut into
+fixed parts of 1024 whose sums the last program to finish adds in order. The rest stream the weights; when they come to the adapter, as
+K step after the last, u has long been there, so what the adapter costs is its bytes. They wait for a counter all the same; programs
+start in the order of their index, so that the wait ends.
+
+No sum depends on the batch: K goes in ascending steps of 16 whatever the tile, shrink parts are fixed by K, the combination by k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import SwiGLU
+from .expert_tiles import CHUNK, NVFP4Tiles
+from .linear import LoRA
+from .triton_tiles import NVFP4_UNIT, bf16, dot, nvfp4_tile, on
+
+SHRINK_PART = 1024  # inputs a shrink program sums
+
+
+class Tiling(NamedTuple):
+    """How the two GEMMs are cut. Speed alone depends on it."""
+
+    tokens: int  # columns of a tile (BT)
+    gate: int  # rows of gate, and as many of up, in a program
+    down: int  # rows of down in a program
+    gate_warps: int
+    down_warps: int
+    gate_stages: int
+    down_stages: int
+
+
+def tiling(pairs: int, experts: int) -> Tiling:
+    """The fastest of a sweep on an H200 at MiniMax-M3's shape, by the mean number of pairs an expert gets."""
+    mean = pairs / experts
+    if pairs <= 16:
+        return Tiling(16, 32, 64, 4, 4, 5, 5)
+    if mean <= 6:
+        return Tiling(16, 64, 128, 4, 4, 4, 4)
+    if mean <= 12:
+        return Tiling(32, 64, 128, 4, 4, 4, 4)
+    if mean <= 48:
+        return Tiling(64, 64, 128, 4, 4, 3, 3)
+    return Tiling(128, 128, 256, 8, 8, 3, 3)
+
+
+@triton.jit
+def _group_kernel(
+    ids_ptr, order_ptr, tiles_ptr, zero_ptr, zeros, pairs, most, experts, BINS: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program an expert. tiles [3, most]: expert (-1: none), first place, place after the expert's last."""
+    e = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for first in range(0, pairs, BLOCK):
+        ids = tl.load(ids_ptr + first + at, mask=first + at < pairs, other=experts).to(tl.int32)
+        counts += tl.histogram(ids, BINS)
+    counts = tl.where(bins < experts, counts, 0)
+    tiles = (counts + BT - 1) // BT
+    place = tl.sum(tl.where(bins < e, counts, 0), axis=0)
+    end = place + tl.sum(tl.where(bins == e, counts, 0), axis=0)
+    tile = tl.sum(tl.where(bins < e, tiles, 0), axis=0)
+    for start in range(place, end, BT):
+        tl.store(tiles_ptr + tile, e)
+        tl.store(tiles_ptr + most + tile, start)
+        tl.store(tiles_ptr + 2 * most + tile, end)
+        tile += 1
+    for unused in range(tl.sum(tiles, axis=0) + e, most, experts):
+        tl.store(tiles_ptr + unused, -1)
+    for first in range(e * BLOCK, zeros, experts * BLOCK):
+        tl.store(zero_ptr + first + at, 0, mask=first + at < zeros)
+    for first in range(0, pairs, BLOCK):
+        ids = tl.load(ids_ptr + first + at, mask=first + at < pairs, other=experts).to(tl.int32)
+        mine = (ids == e).to(tl.int32)
+        rank = tl.cumsum(mine, axis=0)
+        tl.store(order_ptr + place + rank - 1, first + at, mask=mine == 1)
+        place += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED: tl.constexpr, BT: tl.constexpr):
+    """Of a tile: places, whether inside, pairs, tokens, adapter slots."""
+    place = start + tl.arange(0, BT)
+    inside = place < end
+    pair = tl.load(order_ptr + place, mask=inside, other=0)
+    token = pair // top_k
+    if SLOTTED:
+        slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int32)
+    else:
+        slot = tl.where(inside, 0, -1)
+    return place, inside, pair, token, slot
+
+
+@triton.jit
+def _shrink(
+    x_ptr, a_ptr, a2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr, order_ptr, tiles_ptr, slots_ptr,
+    item, K, pairs, top_k, most, experts, slots,
+    GATED: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """u [pairs, WIDTH] = A x for the pairs of one tile that have one adapter, over one part of K."""
+    WIDTH: tl.constexpr = 2 * RP if GATED else RP
+    ROWS: tl.constexpr = WIDTH if WIDTH > 64 else 64
+    tile, part, wanted = item // (PARTS * slots), item % PARTS, item // PARTS % slots
+    e = tl.load(tiles_ptr + tile)
+    if e >= 0:
+        start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
+        place, inside, pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        hit = inside & (slot == wanted)
+        if tl.max(hit.to(tl.int32), axis=0) == 1:
+            row = tl.arange(0, ROWS)
+            r = row % RP
+            present = (r < R) & (((row < RP) & HAS1) | ((row >= RP) & (row < WIDTH) & HAS2))
+            matrix = (wanted * experts + e).to(tl.int64) * R * K
+            k = part * PART + tl.arange(0, 64)
+            a_at = (tl.where(row < RP, a_ptr, a2_ptr) + matrix + r * K)[:, None] + k[None, :]
+            source = token if GATED else place
+            x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
+            acc = tl.zeros([ROWS, BT], tl.float32)
+            for step in tl.range(0, tl.minimum(PART, K - part * PART), 64, num_stages=4):
+                if EVEN:
+                    a = tl.load(a_at, mask=present[:, None], other=0.0)
+                    x = tl.load(x_at, mask=hit[None, :], other=0.0)
+                else:
+                    a = tl.load(a_at, mask=present[:, None] & (k + step < K)[None, :], other=0.0)
+                    x = tl.load(x_at, mask=hit[None, :] & (k + step < K)[:, None], other=0.0)
+                acc = dot(a, x, acc)
+                a_at += 64
+                x_at += 64
+            u_at = place.to(tl.int64)[None, :] * WIDTH + row[:, None]
+            stored = hit[None, :] & (row < WIDTH)[:, None]
+            if PARTS == 1:
+                tl.store(u_ptr + u_at, bf16(acc), mask=stored)
+                tl.debug_barrier()
+                tl.atomic_add(flags_ptr + tile, 1, sem="release")
+            else:
+                tl.store(partial_ptr + part.to(tl.int64) * pairs * WIDTH + u_at, acc, mask=stored)
+                tl.debug_barrier()
+                if tl.atomic_add(counts_ptr + tile * slots + wanted, 1, sem="acq_rel") == PARTS - 1:
+                    total = tl.zeros([ROWS, BT], tl.float32)
+                    for other in range(PARTS):
+                        at = partial_ptr + tl.full([], other, tl.int64) * pairs * WIDTH + u_at
+                        total += tl.load(at, mask=stored, other=0.0, cache_modifier=".cg")
+                    tl.store(u_ptr + u_at, bf16(total), mask=stored)
+                    tl.debug_barrier()
+                    tl.atomic_add(flags_ptr + tile, 1, sem="release")
+        else:
+            if part == 0:
+                tl.atomic_add(flags_ptr + tile, 1, sem="release")
+
+
+@triton.jit
+def _stream(
+    x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,
+    item, K, N, top_k, most, experts, slots, alpha, beta, limit,
+    GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, KEEP: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One band of rows for one tile: the packed weights' K steps, the adapter's, the epilogue."""
+    ROWS: tl.constexpr = 2 * BW if GATED else BW
+    bands = tl.cdiv(N, BW)
+    tile, band = item // bands, item % bands
+    e = tl.load(tiles_ptr + tile)
+    if e >= 0:
+        start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
+        place, inside, pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        chunks = tl.cdiv(K, 128)
+        height = 2 * N if GATED else N
+        row = tl.arange(0, ROWS)
+        n = band * BW + row % BW
+        # Rows beyond the last repeat it; they are not stored.
+        matrix_row = row // BW * N + tl.minimum(n, N - 1)
+        first = e.to(tl.int64) * chunks * height
+        words_at = words_ptr + first * 16 + matrix_row[:, None] * 16 + tl.arange(0, 16)[None, :]
+        scales_at = scales_ptr + first + matrix_row
+        k = tl.arange(0, 128)
+        source = token if GATED else place
+        x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
+        acc = tl.zeros([ROWS, BT], tl.float32)
+        for chunk in range(chunks):
+            words = tl.load(words_at)
+            scales = tl.load(scales_at)
+            if EVEN:
+                x = tl.load(x_at, mask=inside[None, :], other=0.0)
+            else:
+                x = tl.load(x_at, mask=inside[None, :] & (chunk * 128 + k < K)[:, None], other=0.0)
+            acc = dot(nvfp4_tile(words, scales, ROWS), x, acc)
+            words_at += height * 16
+            scales_at += height
+            x_at += 128
+        acc = acc * NVFP4_UNIT * tl.load(global_ptr + e)
+        if LORA:
+            while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < slots:
+                pass
+            WIDTH: tl.constexpr = 2 * RP if GATED else RP
+            column = tl.arange(0, WIDTH)
+            r = column % RP
+            for wanted in range(slots):
+                hit = inside & (slot == wanted)
+                if tl.max(hit.to(tl.int32), axis=0) == 1:
+                    at = place.to(tl.int64)[None, :] * WIDTH + column[:, None]
+                    u = tl.load(u_ptr + at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
+                    b_at = ((wanted * experts + e).to(tl.int64) * N + n)[:, None] * R + r[None, :]
+                    real = (n < N)[:, None] & (r < R)[None, :]
+                    if GATED:
+                        # [B1 0; 0 B3] times [u1; u3]: one step for both halves.
+                        b = tl.zeros([ROWS, WIDTH], tl.bfloat16)
+                        if HAS1:
+                            b += tl.load(b_ptr + b_at, mask=real & (row < BW)[:, None] & (column < RP)[None, :], other=0.0)
+                        if HAS2:
+                            b += tl.load(b2_ptr + b_at, mask=real & (row >= BW)[:, None] & (column >= RP)[None, :], other=0.0)
+                    else:
+                        b = tl.load(b_ptr + b_at, mask=real, other=0.0)
+                    acc = dot(b, u, acc)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BW, BT]), (1, 2, 0)))
+            gate, up = bf16(gate), bf16(up)
+            n = band * BW + tl.arange(0, BW)
+            stored = (n < N)[:, None] & inside[None, :]
+            if KEEP:
+                at = halves_ptr + place.to(tl.int64)[None, :] * 2 * N + n[:, None]
+                tl.store(at, gate, mask=stored)
+                tl.store(at + N, up, mask=stored)
+            g = tl.minimum(gate.to(tl.float32), limit)
+            u = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+            act = g / (1.0 + tl.exp(-alpha * g)) * (u + beta)
+            tl.store(out_ptr + place.to(tl.int64)[None, :] * N + n[:, None], bf16(act), mask=stored)
+        else:
+            tl.store(out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None], acc, mask=(n < N)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _experts_kernel(
+    x_ptr, words_ptr, scales_ptr, global_ptr, a_ptr, a2_ptr, b_ptr, b2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr,
+    out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,
+    K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+    GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, KEEP: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """GATED: x [T, K] to act bf16 [pairs, N], weights [2N, K]. Otherwise x [pairs, K] to y fp32 [pairs, N], weights [N, K].
+
+    Rows of act are in sorted order, rows of y in that of the pairs.
+    """
+    item = tl.program_id(0)
+    if LORA:
+        shrinks = most * slots * PARTS
+        if item < shrinks:
+            _shrink(
+                x_ptr, a_ptr, a2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr, order_ptr, tiles_ptr, slots_ptr,
+                item, K, pairs, top_k, most, experts, slots, GATED, SLOTTED, HAS1, HAS2, R, RP, PARTS, PART, EVEN, BT,
+            )  # fmt: skip
+        else:
+            _stream(
+                x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr,
+                slots_ptr, item - shrinks, K, N, top_k, most, experts, slots, alpha, beta, limit,
+                GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
+            )  # fmt: skip
+    else:
+        _stream(
+            x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr,
+            slots_ptr, item, K, N, top_k, most, experts, slots, alpha, beta, limit,
+            GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine_kernel(y_ptr, ids_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, H] = sum of weights [T, k] * y fp32 [T, k, H] in ascending order of ids; an expert twice: in the order given."""
+    token = tl.program_id(0)
+    choice = tl.arange(0, CHOICES)
+    real = choice < TOP_K
+    weights = tl.load(weights_ptr + token * TOP_K + choice, mask=real, other=0.0)
+    key = tl.load(ids_ptr + token * TOP_K + choice, mask=real, other=0).to(tl.int32) * TOP_K + choice
+    key = tl.where(real, key, 0x7FFFFFFF)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    last = -1
+    for _ in tl.static_range(TOP_K):
+        last = tl.min(tl.where(key > last, key, 0x7FFFFFFF), axis=0)
+        weight = tl.sum(tl.where(key == last, weights, 0.0), axis=0)
+        row = (token * TOP_K + last % TOP_K).to(tl.int64)
+        total += weight * tl.load(y_ptr + row * H + column, mask=column < H, other=0.0)
+    tl.store(out_ptr + token.to(tl.int64) * H + column, bf16(total), mask=column < H)
+
+
+class Groups(NamedTuple):
+    """Pairs grouped by expert, and counters at zero for the launches that follow."""
+
+    order: Tensor  # int32 [P]: the pair at each place of the sorted order
+    tiles: Tensor  # int32 [3, most]: expert or -1, first place, place after the expert's last
+    counters: Tensor  # int32
+
+
+def group(ids: Tensor, experts: int, tile: int, counters: int = 0) -> Groups:
+    """Group pairs `ids` [T, k] into tiles of `tile` pairs; the number of tiles is bounded without asking the device."""
+    pairs = ids.numel()
+    most = min(pairs, min(experts, pairs) + pairs // tile)
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty(3, most, dtype=torch.int32, device=ids.device)
+    zero = torch.empty(max(1, counters * most), dtype=torch.int32, device=ids.device)
+    bins = triton.next_power_of_2(experts + 1)
+    block = min(1024, max(32, triton.next_power_of_2(pairs)))
+    with on(ids):
+        _group_kernel[(experts,)](ids, order, tiles, zero, zero.numel(), pairs, most, experts, BINS=bins, BT=tile, BLOCK=block)
+    return Groups(order, tiles, zero)
+
+
+def _pointers(one: LoRA | None, two: LoRA | None, fallback: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+    """A, A', B, B' of one or two projections (a missing one is never read), slots and rank."""
+    some = one or two
+    if some is None:
+        return fallback, fallback, fallback, fallback, 1, 16
+    pairs = [LoRA(p.a.contiguous(), p.b.contiguous()) for p in (one or some, two or some)]
+    return pairs[0].a, pairs[1].a, pairs[0].b, pairs[1].b, some.a.shape[0], some.a.shape[2]
+
+
+def grouped_gemm(
+    x: Tensor,
+    tiles: NVFP4Tiles,
+    groups: Groups,
+    top_k: int,
+    cut: Tiling,
+    activation: SwiGLU | None,
+    lora: tuple[LoRA | None, LoRA | None],
+    adapter_ids: Tensor | None,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """One of the two GEMMs: with `activation` gate and up, else down. Returns (act or y, u or None, gate and up [P, 2N] or None)."""
+    gated = activation is not None
+    act = activation or SwiGLU()
+    height, k, pairs = tiles.codes.shape[2], tiles.inputs, groups.order.numel()
+    n = height // 2 if gated else height
+    experts, most = len(tiles.codes), groups.tiles.shape[1]
+    has = lora[0] is not None or lora[1] is not None
+    a, a2, b, b2, slots, rank = _pointers(*lora, x)
+    padded = max(16, triton.next_power_of_2(rank))
+    width = padded * (2 if gated else 1)
+    parts = triton.cdiv(k, SHRINK_PART)
+    u = torch.empty(pairs, width, dtype=x.dtype, device=x.device) if has else x
+    partial = torch.empty(parts, pairs, width, dtype=torch.float32, device=x.device) if has and parts > 1 else u
+    out = torch.empty(pairs, n, dtype=x.dtype if gated else torch.float32, device=x.device)
+    halves = torch.empty(pairs, 2 * n, dtype=x.dtype, device=x.device) if keep and gated else None
+    rows = cut.gate if gated else cut.down
+    # Counters: a flag a tile for each of the two GEMMs, then arrivals a tile and slot.
+    flags = groups.counters[0 if gated else most :]
+    counts = groups.counters[(2 if gated else 2 + slots) * most :]
+    grid = most * triton.cdiv(n, rows) + (most * slots * parts if has else 0)
+    with on(x):
+        _experts_kernel[(grid,)](
+            x, tiles.codes, tiles.scales, tiles.global_scale, a, a2, b, b2, u, partial, counts, flags,
+            out, out if halves is None else halves, groups.order, groups.tiles, groups.order if adapter_ids is None else adapter_ids,
+            k, n, pairs, top_k, most, experts, slots, act.alpha, act.beta, act.limit,
+            GATED=gated, LORA=has, SLOTTED=adapter_ids is not None, HAS1=lora[0] is not None, HAS2=lora[1] is not None,
+            KEEP=halves is not None, R=rank, RP=padded, PARTS=parts, PART=SHRINK_PART, EVEN=k % CHUNK == 0, BW=rows, BT=cut.tokens,
+            num_warps=cut.gate_warps if gated else cut.down_warps, num_stages=cut.gate_stages if gated else cut.down_stages,
+        )  # fmt: skip
+    return out, u if has else None, halves
+
+
+def combine(y: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum bf16 [T, H] of y fp32 [P, H] over the choices of each token."""
+    tokens, k = ids.shape
+    h = y.shape[1]
+    out = torch.empty(tokens, h, dtype=torch.bfloat16, device=y.device)
+    with on(y):
+        _combine_kernel[(tokens, triton.cdiv(h, 1024))](
+            y, ids, weights, out, h, TOP_K=k, CHOICES=triton.next_power_of_2(k), BLOCK=1024, num_warps=4
+        )
+    return out
