@@ -25,7 +25,7 @@ from torch import Tensor
 from .activation import SwiGLU
 from .expert_tiles import CHUNK, NVFP4Tiles
 from .linear import LoRA
-from .triton_tiles import NVFP4_UNIT, bf16, dot, nvfp4_tile, on
+from .triton_tiles import NVFP4_UNIT, bf16, dot, nvfp4_tile, on, settled
 
 SHRINK_PART = 1024  # inputs a shrink program sums
 
@@ -197,7 +197,7 @@ def _stream(
                 x = tl.load(x_at, mask=inside[None, :], other=0.0)
             else:
                 x = tl.load(x_at, mask=inside[None, :] & (chunk * 128 + k < K)[:, None], other=0.0)
-            acc = dot(nvfp4_tile(words, scales, ROWS), x, acc)
+            acc = settled(dot(nvfp4_tile(words, scales, ROWS), x, acc))
             words_at += height * 16
             scales_at += height
             x_at += 128

@@ -117,6 +117,18 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def settled(acc):
+    """`acc`, whose products are to be finished here.
+
+    A loop that leaves its last product in flight makes ptxas wait after each single matrix instruction (C7515): a use of the sums at the
+    end of an iteration lets it run all of a chunk's instructions behind one another.
+    """
+    if INTERPRETED:
+        return acc
+    return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def bf16(x):
     """fp32 rounded to nearest even; the interpreter's cast alone would cut bits off."""
     if INTERPRETED:
