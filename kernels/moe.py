@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.quant.blocks import fast_path
+
 from .activation import SwiGLU, swiglu_oai_halves
+from .expert_tiles import NVFP4Tiles, unpack_experts
 from .linear import FrozenWeight, LoRA, lora_sum, select, split
 
 
@@ -42,26 +45,36 @@ def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
 
 def moe(
     x: Tensor,
-    w13: FrozenWeight,
-    w2: FrozenWeight,
+    w13: FrozenWeight | NVFP4Tiles,
+    w2: FrozenWeight | NVFP4Tiles,
     ids: Tensor,
     weights: Tensor,
     activation: SwiGLU,
     lora: ExpertLoRA | None = None,
     adapter_ids: Tensor | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Routed experts: sum over k of weights[t, k] * expert_{ids[t, k]}(x[t]), in ascending order of expert.
 
     Args:
         x: [T, H].
-        w13: stack [E, 2I, H], gate rows first. w2: stack [E, H, I]. Dense, or packed NVFP4 with one global scale an expert.
+        w13: stack [E, 2I, H], gate rows first. w2: stack [E, H, I]. Dense, or packed NVFP4 with one global scale an expert. Given as
+            `NVFP4Tiles` and with x in bf16 on CUDA, the Triton kernels of `triton_moe` do the work, and a token's result does not
+            depend on its batch; anywhere else tiles are unpacked first.
         ids: int [T, k] expert ids. weights: fp32 [T, k].
         lora: adapter slots, or None. adapter_ids: int [T] slot of each token (-1: base), None: slot 0 for all.
+        recompute: keep less for the backward and compute gate and up again there (Triton kernels only).
     Returns:
         [T, H] in x's dtype, summed in fp32. Gradients go to x, weights and the adapter.
     """
     if not len(x):
         return torch.zeros_like(x)
+    if isinstance(w13, NVFP4Tiles):
+        if x.dtype is torch.bfloat16 and fast_path(x):
+            from .moe_fused import fused_experts
+
+            return fused_experts(x, w13, w2, ids, weights, activation, lora, adapter_ids, recompute)
+        w13, w2 = unpack_experts(w13), unpack_experts(w2)
     k = ids.shape[1]
     ids, slot = ids.sort(dim=-1, stable=True)
     # One sort groups the (token, k) pairs by expert; within an expert, tokens stay in order.

@@ -58,9 +58,10 @@ def tiling(pairs: int, experts: int) -> Tiling:
 
 @triton.jit
 def _group_kernel(
-    ids_ptr, order_ptr, tiles_ptr, zero_ptr, zeros, pairs, most, experts, BINS: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program an expert. tiles [3, most]: expert (-1: none), first place, place after the expert's last."""
+    ids_ptr, order_ptr, tiles_ptr, bounds_ptr, zero_ptr, zeros, pairs, most, experts,
+    BINS: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program an expert. tiles [3, most]: expert (-1: none), first place, place after the expert's last; bounds [E + 1]."""
     e = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     bins = tl.arange(0, BINS)
@@ -73,6 +74,9 @@ def _group_kernel(
     place = tl.sum(tl.where(bins < e, counts, 0), axis=0)
     end = place + tl.sum(tl.where(bins == e, counts, 0), axis=0)
     tile = tl.sum(tl.where(bins < e, tiles, 0), axis=0)
+    tl.store(bounds_ptr + e, place)
+    if e == experts - 1:
+        tl.store(bounds_ptr + experts, end)
     for start in range(place, end, BT):
         tl.store(tiles_ptr + tile, e)
         tl.store(tiles_ptr + most + tile, start)
@@ -97,7 +101,7 @@ def _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED: tl.constexpr, BT:
     inside = place < end
     pair = tl.load(order_ptr + place, mask=inside, other=0)
     token = pair // top_k
-    if SLOTTED:
+    if SLOTTED:  # noqa: SIM108
         slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int32)
     else:
         slot = tl.where(inside, 0, -1)
@@ -118,7 +122,7 @@ def _shrink(
     e = tl.load(tiles_ptr + tile)
     if e >= 0:
         start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
-        place, inside, pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        place, inside, _pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
         hit = inside & (slot == wanted)
         if tl.max(hit.to(tl.int32), axis=0) == 1:
             row = tl.arange(0, ROWS)
@@ -137,7 +141,7 @@ def _shrink(
                 else:
                     a = tl.load(a_at, mask=present[:, None] & (k + step < K)[None, :], other=0.0)
                     x = tl.load(x_at, mask=hit[None, :] & (k + step < K)[:, None], other=0.0)
-                acc = dot(a, x, acc)
+                acc = settled(dot(a, x, acc))
                 a_at += 64
                 x_at += 64
             u_at = place.to(tl.int64)[None, :] * WIDTH + row[:, None]
@@ -301,6 +305,7 @@ class Groups(NamedTuple):
 
     order: Tensor  # int32 [P]: the pair at each place of the sorted order
     tiles: Tensor  # int32 [3, most]: expert or -1, first place, place after the expert's last
+    bounds: Tensor  # int32 [E + 1]: first place of each expert
     counters: Tensor  # int32
 
 
@@ -310,15 +315,16 @@ def group(ids: Tensor, experts: int, tile: int, counters: int = 0) -> Groups:
     most = min(pairs, min(experts, pairs) + pairs // tile)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, most, dtype=torch.int32, device=ids.device)
+    bounds = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
     zero = torch.empty(max(1, counters * most), dtype=torch.int32, device=ids.device)
     bins = triton.next_power_of_2(experts + 1)
     block = min(1024, max(32, triton.next_power_of_2(pairs)))
     with on(ids):
-        _group_kernel[(experts,)](ids, order, tiles, zero, zero.numel(), pairs, most, experts, BINS=bins, BT=tile, BLOCK=block)
-    return Groups(order, tiles, zero)
+        _group_kernel[(experts,)](ids, order, tiles, bounds, zero, zero.numel(), pairs, most, experts, BINS=bins, BT=tile, BLOCK=block)
+    return Groups(order, tiles, bounds, zero)
 
 
-def _pointers(one: LoRA | None, two: LoRA | None, fallback: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+def pointers(one: LoRA | None, two: LoRA | None, fallback: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
     """A, A', B, B' of one or two projections (a missing one is never read), slots and rank."""
     some = one or two
     if some is None:
@@ -345,7 +351,7 @@ def grouped_gemm(
     n = height // 2 if gated else height
     experts, most = len(tiles.codes), groups.tiles.shape[1]
     has = lora[0] is not None or lora[1] is not None
-    a, a2, b, b2, slots, rank = _pointers(*lora, x)
+    a, a2, b, b2, slots, rank = pointers(*lora, x)
     padded = max(16, triton.next_power_of_2(rank))
     width = padded * (2 if gated else 1)
     parts = triton.cdiv(k, SHRINK_PART)

@@ -1,0 +1,94 @@
+"""The Triton kernels of the experts against the torch reference on CPU: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_moe`.
+
+Small shapes that are no multiples of anything: inputs end within a chunk, outputs within a band, ranks below the padding, a shrink in
+several parts, tokens with and without an adapter, an expert without tokens. Inline assembly and bf16 products are left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from samebits.kernels import moe_fused, triton_moe, triton_moe_grad
+from samebits.kernels.activation import SwiGLU
+from samebits.kernels.expert_tiles import pack_experts
+from samebits.kernels.linear import LoRA
+from samebits.kernels.moe import ExpertLoRA, moe
+from samebits.kernels.triton_moe import Tiling
+from samebits.kernels.triton_tiles import INTERPRETED
+from samebits.quant import nvfp4
+
+T, H, WIDTH, E, TOP, R, SLOTS = 7, 144, 48, 4, 2, 4, 2
+
+
+def distance(have: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error in norm."""
+    return ((have.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def compare(name: str, have: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    """Stop with the name where the two differ by more than `limit`, or the result is not finite."""
+    error = distance(have, want)
+    if not error <= limit:
+        raise SystemExit(f"{name}: off by {error:.1e}")
+
+
+def adapters(g: torch.Generator, size: torch.Tensor) -> ExpertLoRA:
+    """bf16 adapters, larger with each expert and slot."""
+    slot = torch.tensor([1.0, -2.0])[:, None, None, None]
+
+    def pair(n: int, k: int) -> LoRA:
+        a, b = torch.randn(SLOTS, E, R, k, generator=g) * slot / k**0.5, torch.randn(SLOTS, E, n, R, generator=g) * 0.3 * size
+        return LoRA(a.bfloat16(), b.bfloat16())
+
+    return ExpertLoRA(pair(WIDTH, H), pair(WIDTH, H), pair(H, WIDTH))
+
+
+def main() -> None:
+    """Forward with and without adapters, and all gradients."""
+    if not INTERPRETED:
+        raise SystemExit("set TRITON_INTERPRET=1")
+    triton_moe.SHRINK_PART = 64
+    triton_moe_grad.BACK_STEP = 32
+    moe_fused.tiling = lambda pairs, experts: Tiling(16, 32, 64, 4, 4, 3, 3)
+    g = torch.Generator().manual_seed(0)
+    size = torch.arange(1.0, E + 1)[:, None, None]
+    packed = [
+        nvfp4.quantize(torch.randn(E, 2 * WIDTH, H, generator=g) * size / H**0.5),
+        nvfp4.quantize(torch.randn(E, H, WIDTH, generator=g) / size / WIDTH**0.5),
+    ]
+    tiles = [pack_experts(w) for w in packed]
+    x = torch.randn(T, H, generator=g).bfloat16()
+    ids = torch.tensor([[3, 0], [0, 1], [1, 3], [3, 1], [0, 3], [1, 0], [0, 3]])  # none to expert 2
+    weights = torch.rand(T, TOP, generator=g)
+    slots = torch.tensor([0, 1, -1, 1, 0, -1, 1])
+    lora, act = adapters(g, size), SwiGLU()
+    base = moe_fused.fused_experts(x, *tiles, ids, weights, act, None, None, False)
+    compare("base", base, moe(x, *packed, ids, weights, act), 1e-3)
+    zero = ExpertLoRA(*(LoRA(p.a, torch.zeros_like(p.b)) for p in lora))
+    if not torch.equal(moe_fused.fused_experts(x, *tiles, ids, weights, act, zero, slots, False), base):
+        raise SystemExit("an adapter with B zero moves bits")
+    names = ("x", "weights", *(f"{p}.{m}" for p in ("gate", "up", "down") for m in "ab"))
+    results = []
+    for fused, recompute in ((False, False), (True, False), (True, True)):
+        leaves = [t.clone().requires_grad_() for t in (x, weights, *(t for pair in lora for t in pair))]
+        own = ExpertLoRA(*(LoRA(a, b) for a, b in zip(leaves[2::2], leaves[3::2], strict=True)))
+        if fused:
+            out = moe_fused.fused_experts(leaves[0], *tiles, ids, leaves[1], act, own, slots, recompute)
+        else:
+            out = moe(leaves[0], *packed, ids, leaves[1], act, own, slots)
+        (out.float() * torch.arange(1.0, T + 1)[:, None]).square().sum().backward()
+        results.append((out.detach(), [leaf.grad for leaf in leaves]))
+    (want, want_grads), *fused_results = results
+    for out, grads in fused_results:
+        compare("with adapters", out, want, 1e-3)
+        for name, have, expected in zip(names, grads, want_grads, strict=True):
+            compare(f"gradient of {name}", have, expected, 1.5e-2)
+    if not all(torch.equal(a, b) for a, b in zip(fused_results[0][1], fused_results[1][1], strict=True)):
+        raise SystemExit("recomputing changes gradients")
+    if (fused_results[0][1][2][:, 2] != 0).any():
+        raise SystemExit("an expert without tokens has a gradient")
+    print("as the reference")
+
+
+if __name__ == "__main__":
+    main()
