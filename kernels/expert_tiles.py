@@ -84,6 +84,8 @@ def pack_experts(weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
         words[e] = word.transpose(0, 1)
         scale = F.pad(scale, (0, chunks * PLANES - k // BLOCK)).to(torch.uint8).view(n, chunks, PLANES)
         bytes8[e] = scale.flatten().view(torch.int64).view(n, chunks).t()
+    if (g > 2.0**100).any():
+        raise ValueError(f"{name}: a global scale is beyond 2^100")
     for problem, text in zip(bad.tolist(), ("a block scale is NaN or negative", "a block scale is 0 over codes that are not"), strict=True):
         if problem:
             raise ValueError(f"{name}: {text}")

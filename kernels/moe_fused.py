@@ -12,17 +12,20 @@ from torch import Tensor
 from .activation import SwiGLU
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
-from .triton_moe import Groups, combine, group, grouped_gemm, tiling
-from .triton_moe_grad import BACK_TOKENS, back_product, outer_product, rank_product, swiglu_back
+from .triton_moe import Plan, combine, cuts, group, weight_product
+from .triton_moe_grad import back_product, back_tile, outer_product, rank_product, swiglu_back
 
 
 def _pair(a: Tensor | None, b: Tensor | None) -> LoRA | None:
     return None if a is None else LoRA(a, b)
 
 
-def _grouped(ids: Tensor, experts: int, tile: int, loras: tuple[LoRA | None, ...]) -> Groups:
-    slots = max((p.a.shape[0] for p in loras if p is not None), default=1)
-    return group(ids, experts, tile, 2 + 2 * slots)
+def _slots(loras: tuple[LoRA | None, ...]) -> int:
+    return max((p.a.shape[0] for p in loras if p is not None), default=1)
+
+
+def _plan(ids: Tensor, experts: int, tile: int, loras: tuple[LoRA | None, ...]) -> Plan:
+    return group(ids, experts, tile, 2 * (1 + _slots(loras)))
 
 
 class FusedExperts(torch.autograd.Function):
@@ -30,14 +33,13 @@ class FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, ids, adapter_ids, w13, w2, activation, recompute, *adapters):
-        """See the class."""
+        """See `triton_moe`."""
         loras = tuple(_pair(adapters[i], adapters[i + 1]) for i in (0, 2, 4))
-        k, experts = ids.shape[1], len(w13.codes)
-        cut = tiling(ids.numel(), experts)
-        groups = _grouped(ids, experts, cut.tokens, loras)
+        inner, outer = cuts(ids.numel(), len(w13.codes))
+        plan = _plan(ids, len(w13.codes), inner.tokens, loras)
         train = any(ctx.needs_input_grad)
-        act, u, halves = grouped_gemm(x, w13, groups, k, cut, activation, loras[:2], adapter_ids, keep=train and not recompute)
-        y, u2, _ = grouped_gemm(act, w2, groups, k, cut, None, (loras[2], None), adapter_ids)
+        act, u, halves = weight_product(x, w13, plan, inner, activation, loras[:2], adapter_ids, keep=train and not recompute)
+        y, u2, _ = weight_product(act, w2, plan, outer, None, (loras[2], None), adapter_ids, counter=1 + _slots(loras))
         if train:
             ctx.save_for_backward(x, weights, ids, adapter_ids, u, u2, halves, *w13[:3], *w2[:3], *adapters)
             ctx.inputs, ctx.activation = (w13.inputs, w2.inputs), activation
@@ -50,35 +52,36 @@ class FusedExperts(torch.autograd.Function):
         w13, w2 = NVFP4Tiles(*rest[:3], ctx.inputs[0]), NVFP4Tiles(*rest[3:6], ctx.inputs[1])
         adapters = rest[6:]
         gate, up, down = loras = tuple(_pair(adapters[i], adapters[i + 1]) for i in (0, 2, 4))
-        k, experts = ids.shape[1], len(w13.codes)
+        pairs, experts = ids.numel(), len(w13.codes)
         if halves is None:
-            cut = tiling(ids.numel(), experts)
-            groups = _grouped(ids, experts, cut.tokens, loras)
-            halves = grouped_gemm(x, w13, groups, k, cut, ctx.activation, loras[:2], adapter_ids, keep=True)[2]
-        mean = ids.numel() / experts
-        tile = 16 if mean <= 12 else 64 if mean <= 64 else BACK_TOKENS
-        groups = _grouped(ids, experts, tile, loras)
+            inner = cuts(pairs, experts)[0]
+            plan = _plan(ids, experts, inner.tokens, loras)
+            halves = weight_product(x, w13, plan, inner, ctx.activation, loras[:2], adapter_ids, keep=True)[2]
+        tile = back_tile(pairs, experts)
+        plan = _plan(ids, experts, tile, loras)
         grad = grad.contiguous()
-        same = (groups, k, adapter_ids)
-        v2 = rank_product(grad, down, None, *same, gather=True, tile=tile) if down else None
-        da = back_product(grad, w2, v2, down, None, *same, gated=False, tile=tile)
-        dh, act, dw = swiglu_back(da, halves, weights, groups, ctx.activation)
-        inner = gate is not None or up is not None
-        v = rank_product(dh, gate, up, *same, gather=False, tile=tile) if inner else None
+        v2 = rank_product(grad, down, None, plan, adapter_ids, down=True, tile=tile) if down else None
+        da = back_product(grad, w2, v2, down, None, plan, adapter_ids, gated=False, tile=tile)
+        dh, act, dw = swiglu_back(da, halves, weights, plan, ctx.activation)
+        del da, halves
+        v = rank_product(dh, gate, up, plan, adapter_ids, down=False, tile=tile) if gate or up else None
         grad_x = None
         if ctx.needs_input_grad[0]:
-            dx = back_product(dh, w13, v, gate, up, *same, gated=True, tile=tile)
+            dx = back_product(dh, w13, v, gate, up, plan, adapter_ids, gated=True, tile=tile)
             grad_x = combine(dx, ids, torch.ones_like(weights))
+            del dx
         grads: list[Tensor | None] = [None] * 6
-        half, width = dh.shape[1] // 2, (v.shape[1] // 2 if inner else 0)
+        half, width = dh.shape[1] // 2, 0 if v is None else v.shape[1] // 2
         for at, one in ((0, gate), (1, up)):
             if one is not None:
                 columns, ranks = slice(at * half, (at + 1) * half), slice(at * width, (at + 1) * width)
-                grads[2 * at] = outer_product(x, v[:, ranks], one.a, *same, gather=True, weights=None, is_a=True)
-                grads[2 * at + 1] = outer_product(dh[:, columns], u[:, ranks], one.b, *same, gather=False, weights=None, is_a=False)
+                grads[2 * at] = outer_product(x, v[:, ranks], one.a, plan, adapter_ids, gather=True, weights=None, is_a=True)
+                grads[2 * at + 1] = outer_product(
+                    dh[:, columns], u[:, ranks], one.b, plan, adapter_ids, gather=False, weights=None, is_a=False
+                )
         if down is not None:
-            grads[4] = outer_product(act, v2, down.a, *same, gather=False, weights=weights, is_a=True)
-            grads[5] = outer_product(grad, u2, down.b, *same, gather=True, weights=weights, is_a=False)
+            grads[4] = outer_product(act, v2, down.a, plan, adapter_ids, gather=False, weights=weights, is_a=True)
+            grads[5] = outer_product(grad, u2, down.b, plan, adapter_ids, gather=True, weights=weights, is_a=False)
         return grad_x, dw.view_as(weights), None, None, None, None, None, None, *grads
 
 

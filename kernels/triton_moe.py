@@ -25,35 +25,31 @@ from torch import Tensor
 from .activation import SwiGLU
 from .expert_tiles import CHUNK, NVFP4Tiles
 from .linear import LoRA
-from .triton_tiles import NVFP4_UNIT, bf16, dot, nvfp4_tile, on, settled
+from .linear_tiles import MXFP8Tiles
+from .triton_tiles import bf16, dot, on, settled, unit, weight_tile
 
 SHRINK_PART = 1024  # inputs a shrink program sums
 
 
-class Tiling(NamedTuple):
-    """How the two GEMMs are cut. Speed alone depends on it."""
+class Cut(NamedTuple):
+    """How a product is cut into programs. Speed alone depends on it."""
 
-    tokens: int  # columns of a tile (BT)
-    gate: int  # rows of gate, and as many of up, in a program
-    down: int  # rows of down in a program
-    gate_warps: int
-    down_warps: int
-    gate_stages: int
-    down_stages: int
+    tokens: int  # columns of a tile
+    rows: int  # outputs of a program; of gate and up: as many of each
+    warps: int
+    stages: int
 
 
-def tiling(pairs: int, experts: int) -> Tiling:
-    """The fastest of a sweep on an H200 at MiniMax-M3's shape, by the mean number of pairs an expert gets."""
+def cuts(pairs: int, experts: int) -> tuple[Cut, Cut]:
+    """Of gate and up, and of down; the same tiles. The fastest of a sweep on an H200 at MiniMax-M3's shape, by pairs an expert."""
     mean = pairs / experts
     if pairs <= 16:
-        return Tiling(16, 32, 64, 4, 4, 5, 5)
-    if mean <= 6:
-        return Tiling(16, 64, 128, 4, 4, 4, 4)
+        return Cut(16, 32, 4, 4), Cut(16, 64, 4, 4)
     if mean <= 12:
-        return Tiling(32, 64, 128, 4, 4, 4, 4)
+        return Cut(16, 64, 4, 4), Cut(16, 128, 4, 4)
     if mean <= 48:
-        return Tiling(64, 64, 128, 4, 4, 3, 3)
-    return Tiling(128, 128, 256, 8, 8, 3, 3)
+        return Cut(64, 64, 8, 3), Cut(64, 128, 8, 3)
+    return Cut(128, 128, 8, 3), Cut(128, 128, 8, 3)
 
 
 @triton.jit
@@ -95,12 +91,21 @@ def _group_kernel(
 
 
 @triton.jit
-def _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED: tl.constexpr, BT: tl.constexpr):
+def span(tiles_ptr, tile, most, pairs, LINEAR: tl.constexpr, BT: tl.constexpr):
+    """Expert (-1: none), first place and end of a tile. LINEAR: one matrix, and the places are the tokens."""
+    if LINEAR:
+        return tile * 0, tile * BT, pairs
+    else:
+        return tl.load(tiles_ptr + tile), tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
+
+
+@triton.jit
+def columns(order_ptr, slots_ptr, start, end, top_k, LINEAR: tl.constexpr, SLOTTED: tl.constexpr, BT: tl.constexpr):
     """Of a tile: places, whether inside, pairs, tokens, adapter slots."""
     place = start + tl.arange(0, BT)
     inside = place < end
-    pair = tl.load(order_ptr + place, mask=inside, other=0)
-    token = pair // top_k
+    pair = place if LINEAR else tl.load(order_ptr + place, mask=inside, other=0)
+    token = pair if LINEAR else pair // top_k
     if SLOTTED:  # noqa: SIM108
         slot = tl.load(slots_ptr + token, mask=inside, other=-1).to(tl.int32)
     else:
@@ -112,17 +117,16 @@ def _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED: tl.constexpr, BT:
 def _shrink(
     x_ptr, a_ptr, a2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr, order_ptr, tiles_ptr, slots_ptr,
     item, K, pairs, top_k, most, experts, slots,
-    GATED: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr,
+    LINEAR: tl.constexpr, GATED: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """u [pairs, WIDTH] = A x for the pairs of one tile that have one adapter, over one part of K."""
     WIDTH: tl.constexpr = 2 * RP if GATED else RP
     ROWS: tl.constexpr = WIDTH if WIDTH > 64 else 64
     tile, part, wanted = item // (PARTS * slots), item % PARTS, item // PARTS % slots
-    e = tl.load(tiles_ptr + tile)
+    e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
     if e >= 0:
-        start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
-        place, inside, _pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        place, inside, _pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
         hit = inside & (slot == wanted)
         if tl.max(hit.to(tl.int32), axis=0) == 1:
             row = tl.arange(0, ROWS)
@@ -169,18 +173,18 @@ def _shrink(
 @triton.jit
 def _stream(
     x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,
-    item, K, N, top_k, most, experts, slots, alpha, beta, limit,
-    GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, KEEP: tl.constexpr,
+    item, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+    MX: tl.constexpr, LINEAR: tl.constexpr, GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr,
+    HAS2: tl.constexpr, KEEP: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One band of rows for one tile: the packed weights' K steps, the adapter's, the epilogue."""
     ROWS: tl.constexpr = 2 * BW if GATED else BW
     bands = tl.cdiv(N, BW)
     tile, band = item // bands, item % bands
-    e = tl.load(tiles_ptr + tile)
+    e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
     if e >= 0:
-        start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
-        place, inside, pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        place, inside, pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
         chunks = tl.cdiv(K, 128)
         height = 2 * N if GATED else N
         row = tl.arange(0, ROWS)
@@ -201,11 +205,11 @@ def _stream(
                 x = tl.load(x_at, mask=inside[None, :], other=0.0)
             else:
                 x = tl.load(x_at, mask=inside[None, :] & (chunk * 128 + k < K)[:, None], other=0.0)
-            acc = settled(dot(nvfp4_tile(words, scales, ROWS), x, acc))
+            acc = settled(dot(weight_tile(words, scales, ROWS, MX), x, acc))
             words_at += height * 16
             scales_at += height
             x_at += 128
-        acc = acc * NVFP4_UNIT * tl.load(global_ptr + e)
+        acc = acc * unit(global_ptr, e, MX)
         if LORA:
             while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < slots:
                 pass
@@ -217,18 +221,17 @@ def _stream(
                 if tl.max(hit.to(tl.int32), axis=0) == 1:
                     at = place.to(tl.int64)[None, :] * WIDTH + column[:, None]
                     u = tl.load(u_ptr + at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
-                    b_at = ((wanted * experts + e).to(tl.int64) * N + n)[:, None] * R + r[None, :]
+                    offset = ((wanted * experts + e).to(tl.int64) * N + n)[:, None] * R + r[None, :]
                     real = (n < N)[:, None] & (r < R)[None, :]
                     if GATED:
                         # [B1 0; 0 B3] times [u1; u3]: one step for both halves.
-                        b = tl.zeros([ROWS, WIDTH], tl.bfloat16)
-                        if HAS1:
-                            b += tl.load(b_ptr + b_at, mask=real & (row < BW)[:, None] & (column < RP)[None, :], other=0.0)
-                        if HAS2:
-                            b += tl.load(b2_ptr + b_at, mask=real & (row >= BW)[:, None] & (column >= RP)[None, :], other=0.0)
+                        one = (row < BW)[:, None] & (column < RP)[None, :]
+                        two = (row >= BW)[:, None] & (column >= RP)[None, :]
+                        real &= (one & HAS1) | (two & HAS2)
+                        b_at = tl.where(row < BW, b_ptr, b2_ptr)[:, None] + offset
                     else:
-                        b = tl.load(b_ptr + b_at, mask=real, other=0.0)
-                    acc = dot(b, u, acc)
+                        b_at = b_ptr + offset
+                    acc = dot(tl.load(b_at, mask=real, other=0.0), u, acc)
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BW, BT]), (1, 2, 0)))
             gate, up = bf16(gate), bf16(up)
@@ -243,6 +246,8 @@ def _stream(
             act = g / (1.0 + tl.exp(-alpha * g)) * (u + beta)
             tl.store(out_ptr + place.to(tl.int64)[None, :] * N + n[:, None], bf16(act), mask=stored)
         else:
+            if out_ptr.dtype.element_ty == tl.bfloat16:
+                acc = bf16(acc)
             tl.store(out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None], acc, mask=(n < N)[:, None] & inside[None, :])
 
 
@@ -251,10 +256,13 @@ def _experts_kernel(
     x_ptr, words_ptr, scales_ptr, global_ptr, a_ptr, a2_ptr, b_ptr, b2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr,
     out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,
     K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
-    GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, KEEP: tl.constexpr,
+    MX: tl.constexpr, LINEAR: tl.constexpr, GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr,
+    HAS2: tl.constexpr, KEEP: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """GATED: x [T, K] to act bf16 [pairs, N], weights [2N, K]. Otherwise x [pairs, K] to y fp32 [pairs, N], weights [N, K].
+    """Weights are NVFP4 stacks, or with MX and LINEAR one MXFP8 matrix (`triton_linear`).
+
+    GATED: x [T, K] to act bf16 [pairs, N], weights [2N, K]. Otherwise x [pairs, K] to y fp32 [pairs, N], weights [N, K].
 
     Rows of act are in sorted order, rows of y in that of the pairs.
     """
@@ -264,19 +272,19 @@ def _experts_kernel(
         if item < shrinks:
             _shrink(
                 x_ptr, a_ptr, a2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr, order_ptr, tiles_ptr, slots_ptr,
-                item, K, pairs, top_k, most, experts, slots, GATED, SLOTTED, HAS1, HAS2, R, RP, PARTS, PART, EVEN, BT,
+                item, K, pairs, top_k, most, experts, slots, LINEAR, GATED, SLOTTED, HAS1, HAS2, R, RP, PARTS, PART, EVEN, BT,
             )  # fmt: skip
         else:
             _stream(
                 x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr,
-                slots_ptr, item - shrinks, K, N, top_k, most, experts, slots, alpha, beta, limit,
-                GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
+                slots_ptr, item - shrinks, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+                MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
             )  # fmt: skip
     else:
         _stream(
             x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr,
-            slots_ptr, item, K, N, top_k, most, experts, slots, alpha, beta, limit,
-            GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
+            slots_ptr, item, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+            MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
         )  # fmt: skip
 
 
@@ -300,78 +308,109 @@ def _combine_kernel(y_ptr, ids_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr
     tl.store(out_ptr + token.to(tl.int64) * H + column, bf16(total), mask=column < H)
 
 
-class Groups(NamedTuple):
-    """Pairs grouped by expert, and counters at zero for the launches that follow."""
+class Plan(NamedTuple):
+    """Which pair is where, and counters at zero for the launches that follow."""
 
-    order: Tensor  # int32 [P]: the pair at each place of the sorted order
+    order: Tensor  # int32 [pairs]: the pair at each place of the sorted order
     tiles: Tensor  # int32 [3, most]: expert or -1, first place, place after the expert's last
-    bounds: Tensor  # int32 [E + 1]: first place of each expert
-    counters: Tensor  # int32
+    bounds: Tensor  # int32 [experts + 1]: first place of each expert
+    counters: Tensor  # int32 [counters, most]
+    pairs: int
+    most: int
+    top_k: int
+    experts: int
+    linear: bool  # one matrix for all tokens: nothing is sorted, and only the counters are read
+
+    def slots(self, adapter_ids: Tensor | None) -> Tensor:
+        """What to give a kernel as adapter slots."""
+        return self.counters if adapter_ids is None else adapter_ids
 
 
-def group(ids: Tensor, experts: int, tile: int, counters: int = 0) -> Groups:
+def group(ids: Tensor, experts: int, tile: int, counters: int = 0) -> Plan:
     """Group pairs `ids` [T, k] into tiles of `tile` pairs; the number of tiles is bounded without asking the device."""
     pairs = ids.numel()
     most = min(pairs, min(experts, pairs) + pairs // tile)
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    tiles = torch.empty(3, most, dtype=torch.int32, device=ids.device)
-    bounds = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    zero = torch.empty(max(1, counters * most), dtype=torch.int32, device=ids.device)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=ids.device)
+
+    order, tiles, bounds, zero = ints(pairs), ints(3, most), ints(experts + 1), ints(max(1, counters), most)
     bins = triton.next_power_of_2(experts + 1)
     block = min(1024, max(32, triton.next_power_of_2(pairs)))
     with on(ids):
         _group_kernel[(experts,)](ids, order, tiles, bounds, zero, zero.numel(), pairs, most, experts, BINS=bins, BT=tile, BLOCK=block)
-    return Groups(order, tiles, bounds, zero)
+    return Plan(order, tiles, bounds, zero, pairs, most, ids.shape[1], experts, False)
 
 
-def pointers(one: LoRA | None, two: LoRA | None, fallback: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-    """A, A', B, B' of one or two projections (a missing one is never read), slots and rank."""
-    some = one or two
-    if some is None:
-        return fallback, fallback, fallback, fallback, 1, 16
-    pairs = [LoRA(p.a.contiguous(), p.b.contiguous()) for p in (one or some, two or some)]
-    return pairs[0].a, pairs[1].a, pairs[0].b, pairs[1].b, some.a.shape[0], some.a.shape[2]
+def linear_plan(x: Tensor, tile: int, counters: int = 0) -> Plan:
+    """All tokens of `x` [T, K] through one matrix."""
+    most = triton.cdiv(len(x), tile)
+    zero = torch.zeros(max(1, counters), most, dtype=torch.int32, device=x.device)
+    return Plan(zero, zero, zero, zero, len(x), most, 1, 1, True)
 
 
-def grouped_gemm(
+class Adapters(NamedTuple):
+    """Of one or two projections as the kernels take them; a missing one is given as the other and never read."""
+
+    a: Tensor
+    a2: Tensor
+    b: Tensor
+    b2: Tensor
+    slots: int
+    rank: int
+    padded: int  # rank, padded for a matrix instruction
+    has: tuple[bool, bool]
+
+    @classmethod
+    def of(cls, one: LoRA | None, two: LoRA | None, fallback: Tensor) -> Adapters:
+        """`fallback`: any tensor to point at where there is no adapter."""
+        some = one or two
+        if some is None:
+            return cls(fallback, fallback, fallback, fallback, 1, 16, 16, (False, False))
+        first, second = one or some, two or some
+        rank = some.a.shape[-2]
+        padded = max(16, triton.next_power_of_2(rank))
+        return cls(first.a, second.a, first.b, second.b, some.a.shape[0], rank, padded, (one is not None, two is not None))
+
+
+def weight_product(
     x: Tensor,
-    tiles: NVFP4Tiles,
-    groups: Groups,
-    top_k: int,
-    cut: Tiling,
+    tiles: NVFP4Tiles | MXFP8Tiles,
+    plan: Plan,
+    cut: Cut,
     activation: SwiGLU | None,
-    lora: tuple[LoRA | None, LoRA | None],
+    loras: tuple[LoRA | None, LoRA | None],
     adapter_ids: Tensor | None,
     keep: bool = False,
+    counter: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One of the two GEMMs: with `activation` gate and up, else down. Returns (act or y, u or None, gate and up [P, 2N] or None)."""
+    """x W^T + u B^T. With `activation` the gate and up of experts, else one projection.
+
+    Returns (act bf16 [P, N], sorted, or y [P, N], fp32 for experts and bf16 for a linear layer; u or None; gate and up [P, 2N] or None).
+    `counter`: the first of the plan's counters that is not used yet; 1 + slots of them are.
+    """
     gated = activation is not None
     act = activation or SwiGLU()
-    height, k, pairs = tiles.codes.shape[2], tiles.inputs, groups.order.numel()
+    height, k = tiles.codes.shape[-2], tiles.inputs
     n = height // 2 if gated else height
-    experts, most = len(tiles.codes), groups.tiles.shape[1]
-    has = lora[0] is not None or lora[1] is not None
-    a, a2, b, b2, slots, rank = pointers(*lora, x)
-    padded = max(16, triton.next_power_of_2(rank))
-    width = padded * (2 if gated else 1)
-    parts = triton.cdiv(k, SHRINK_PART)
-    u = torch.empty(pairs, width, dtype=x.dtype, device=x.device) if has else x
-    partial = torch.empty(parts, pairs, width, dtype=torch.float32, device=x.device) if has and parts > 1 else u
-    out = torch.empty(pairs, n, dtype=x.dtype if gated else torch.float32, device=x.device)
-    halves = torch.empty(pairs, 2 * n, dtype=x.dtype, device=x.device) if keep and gated else None
-    rows = cut.gate if gated else cut.down
-    # Counters: a flag a tile for each of the two GEMMs, then arrivals a tile and slot.
-    flags = groups.counters[0 if gated else most :]
-    counts = groups.counters[(2 if gated else 2 + slots) * most :]
-    grid = most * triton.cdiv(n, rows) + (most * slots * parts if has else 0)
+    ad = Adapters.of(*loras, x)
+    has = any(ad.has)
+    width, parts = ad.padded * (2 if gated else 1), triton.cdiv(k, SHRINK_PART)
+    u = torch.empty(plan.pairs, width, dtype=x.dtype, device=x.device) if has else x
+    partial = torch.empty(parts, plan.pairs, width, dtype=torch.float32, device=x.device) if has and parts > 1 else u
+    out = torch.empty(plan.pairs, n, dtype=x.dtype if gated or plan.linear else torch.float32, device=x.device)
+    halves = torch.empty(plan.pairs, 2 * n, dtype=x.dtype, device=x.device) if keep and gated else None
+    counters = plan.counters.view(-1)[counter * plan.most :]
+    grid = plan.most * triton.cdiv(n, cut.rows) + (plan.most * ad.slots * parts if has else 0)
+    mx = isinstance(tiles, MXFP8Tiles)
     with on(x):
         _experts_kernel[(grid,)](
-            x, tiles.codes, tiles.scales, tiles.global_scale, a, a2, b, b2, u, partial, counts, flags,
-            out, out if halves is None else halves, groups.order, groups.tiles, groups.order if adapter_ids is None else adapter_ids,
-            k, n, pairs, top_k, most, experts, slots, act.alpha, act.beta, act.limit,
-            GATED=gated, LORA=has, SLOTTED=adapter_ids is not None, HAS1=lora[0] is not None, HAS2=lora[1] is not None,
-            KEEP=halves is not None, R=rank, RP=padded, PARTS=parts, PART=SHRINK_PART, EVEN=k % CHUNK == 0, BW=rows, BT=cut.tokens,
-            num_warps=cut.gate_warps if gated else cut.down_warps, num_stages=cut.gate_stages if gated else cut.down_stages,
+            x, tiles.codes, tiles.scales, x if mx else tiles.global_scale, ad.a, ad.a2, ad.b, ad.b2, u, partial,
+            counters[plan.most :] if has else counters, counters, out, out if halves is None else halves, plan.order, plan.tiles,
+            plan.slots(adapter_ids), k, n, plan.pairs, plan.top_k, plan.most, plan.experts, ad.slots, act.alpha, act.beta, act.limit,
+            MX=mx, LINEAR=plan.linear, GATED=gated, LORA=has, SLOTTED=adapter_ids is not None, HAS1=ad.has[0], HAS2=ad.has[1],
+            KEEP=halves is not None, R=ad.rank, RP=ad.padded, PARTS=parts, PART=SHRINK_PART, EVEN=k % CHUNK == 0, BW=cut.rows,
+            BT=cut.tokens, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return out, u if has else None, halves
 

@@ -23,25 +23,25 @@ from torch import Tensor
 from .activation import SwiGLU
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
-from .triton_moe import Groups, _columns, pointers
-from .triton_tiles import NVFP4_UNIT, bf16, dot, nvfp4_tile, on, settled
+from .linear_tiles import MXFP8Tiles
+from .triton_moe import Adapters, Plan, columns, span
+from .triton_tiles import bf16, dot, on, settled, unit, weight_tile
 
-BACK_TOKENS, BACK_STEP, BACK_WARPS, BACK_STAGES = 128, 64, 8, 3  # the fastest of a sweep on an H200 at 8192 tokens
+BACK_STEP, BACK_STAGES = 64, 3
 
 
 @triton.jit
 def _rank_kernel(
-    g_ptr, b_ptr, b2_ptr, v_ptr, order_ptr, tiles_ptr, slots_ptr, N, stride, top_k, most, experts, slots,
-    GATHER: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    WIDTH: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
+    g_ptr, b_ptr, b2_ptr, v_ptr, order_ptr, tiles_ptr, slots_ptr, N, stride, pairs, top_k, most, experts, slots,
+    LINEAR: tl.constexpr, GATHER: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """v bf16 [pairs, WIDTH] = g B, with B [N, R] of each pair's expert and slot; the second projection's g lies N columns on."""
     item, which = tl.program_id(0), tl.program_id(1)
     tile, wanted = item // slots, item % slots
-    e = tl.load(tiles_ptr + tile)
+    e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
     if e >= 0:
-        start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
-        place, inside, _pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        place, inside, _pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
         hit = inside & (slot == wanted)
         r = tl.arange(0, RP)
         n = tl.arange(0, STEP)
@@ -63,9 +63,9 @@ def _rank_kernel(
 @triton.jit
 def _back_kernel(
     g_ptr, words_ptr, scales_ptr, global_ptr, v_ptr, a_ptr, a2_ptr, out_ptr, order_ptr, tiles_ptr, slots_ptr,
-    N, K, top_k, most, experts, slots,
-    GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
+    N, K, pairs, top_k, most, experts, slots,
+    MX: tl.constexpr, LINEAR: tl.constexpr, GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr,
+    HAS2: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of 128 columns for one tile of pairs: out fp32 [pairs, K] = g [*, N] W [N, K] + v A.
 
@@ -73,10 +73,9 @@ def _back_kernel(
     """
     chunks = tl.cdiv(K, 128)
     tile, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    e = tl.load(tiles_ptr + tile)
+    e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
     if e >= 0:
-        start, end = tl.load(tiles_ptr + most + tile), tl.load(tiles_ptr + 2 * most + tile)
-        place, inside, pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+        place, inside, pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
         n = tl.arange(0, STEP)
         first = (e.to(tl.int64) * chunks + chunk) * N
         words_at = words_ptr + (first + n)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -89,11 +88,11 @@ def _back_kernel(
             words = tl.load(words_at, mask=real[:, None], other=0)
             scales = tl.load(scales_at, mask=real, other=0)
             g = tl.load(g_at, mask=inside[:, None] & real[None, :], other=0.0)
-            acc = settled(dot(g, nvfp4_tile(words, scales, STEP), acc))
+            acc = settled(dot(g, weight_tile(words, scales, STEP, MX), acc))
             words_at += STEP * 16
             scales_at += STEP
             g_at += STEP
-        acc = acc * NVFP4_UNIT * tl.load(global_ptr + e)
+        acc = acc * unit(global_ptr, e, MX)
         k = chunk * 128 + tl.arange(0, 128)
         if LORA:
             WIDTH: tl.constexpr = 2 * RP if GATED else RP
@@ -108,6 +107,8 @@ def _back_kernel(
                     a_at = (tl.where(column < RP, a_ptr, a2_ptr) + matrix + r * K)[:, None] + k[None, :]
                     acc = dot(v, tl.load(a_at, mask=present[:, None] & (k < K)[None, :], other=0.0), acc)
         target = pair if GATED else place
+        if out_ptr.dtype.element_ty == tl.bfloat16:
+            acc = bf16(acc)
         tl.store(out_ptr + target.to(tl.int64)[:, None] * K + k[None, :], acc, mask=inside[:, None] & (k < K)[None, :])
 
 
@@ -141,18 +142,21 @@ def _swiglu_back_kernel(
 
 @triton.jit
 def _outer_kernel(
-    z_ptr, v_ptr, out_ptr, order_ptr, bounds_ptr, slots_ptr, weights_ptr, K, z_stride, v_stride, top_k, slots, experts, out_k, out_r,
-    GATHER: tl.constexpr, WEIGHTED: tl.constexpr, SLOTTED: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BK: tl.constexpr,
-    BT: tl.constexpr,
+    z_ptr, v_ptr, out_ptr, order_ptr, bounds_ptr, slots_ptr, weights_ptr, K, z_stride, v_stride, pairs, top_k, slots, experts,
+    out_k, out_r,
+    LINEAR: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, SLOTTED: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """out[slot, e, k, r] (steps out_k, out_r) = sum over the expert's pairs of that slot of z[., k] v[., r], v times weight if WEIGHTED."""
     e, wanted = tl.program_id(0) % experts, tl.program_id(0) // experts
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     r = tl.arange(0, RP)
     acc = tl.zeros([BK, RP], tl.float32)
-    end = tl.load(bounds_ptr + e + 1)
-    for start in range(tl.load(bounds_ptr + e), end, BT):
-        place, inside, pair, token, slot = _columns(order_ptr, slots_ptr, start, end, top_k, SLOTTED, BT)
+    begin, end = pairs * 0, pairs
+    if not LINEAR:
+        begin, end = tl.load(bounds_ptr + e), tl.load(bounds_ptr + e + 1)
+    for start in range(begin, end, BT):
+        place, inside, pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
         hit = inside & (slot == wanted)
         source = token if GATHER else place
         z = tl.load(z_ptr + source.to(tl.int64)[None, :] * z_stride + k[:, None], mask=hit[None, :] & (k < K)[:, None], other=0.0)
@@ -164,57 +168,59 @@ def _outer_kernel(
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (r < R)[None, :])
 
 
-def rank_product(
-    g: Tensor, one: LoRA | None, two: LoRA | None, groups: Groups, top_k: int, adapter_ids: Tensor | None, gather: bool, tile: int
-) -> Tensor:
-    """v bf16 [P, padded rank], twice as wide where there are two projections: g B of one or two, g bf16 [*, N] or [P, 2N]."""
-    _, _, b, b2, slots, rank = pointers(one, two, g)
-    padded, projections = max(16, triton.next_power_of_2(rank)), 1 if gather else 2
-    v = torch.empty(groups.order.numel(), projections * padded, dtype=g.dtype, device=g.device)
-    most = groups.tiles.shape[1]
+def rank_product(g: Tensor, one: LoRA | None, two: LoRA | None, plan: Plan, adapter_ids: Tensor | None, down: bool, tile: int) -> Tensor:
+    """v bf16 [P, ranks] = g B. `down` (and a linear layer): one projection, g [T, N] of tokens. Else two, g [P, 2N] sorted."""
+    ad = Adapters.of(one, two, g)
+    projections = 1 if down else 2
+    v = torch.empty(plan.pairs, projections * ad.padded, dtype=g.dtype, device=g.device)
     with on(g):
-        _rank_kernel[(most * slots, projections)](
-            g, b, b2, v, groups.order, groups.tiles, groups.order if adapter_ids is None else adapter_ids,
-            b.shape[2], g.shape[1], top_k, most, len(groups.bounds) - 1, slots,
-            GATHER=gather, SLOTTED=adapter_ids is not None, HAS1=one is not None, HAS2=two is not None, R=rank, RP=padded,
-            WIDTH=projections * padded, BT=tile, STEP=64, num_warps=4, num_stages=3,
+        _rank_kernel[(plan.most * ad.slots, projections)](
+            g, ad.b, ad.b2, v, plan.order, plan.tiles, plan.slots(adapter_ids), ad.b.shape[-2], g.shape[1], plan.pairs, plan.top_k,
+            plan.most, plan.experts, ad.slots,
+            LINEAR=plan.linear, GATHER=down, SLOTTED=adapter_ids is not None, HAS1=ad.has[0], HAS2=ad.has[1], R=ad.rank, RP=ad.padded,
+            WIDTH=projections * ad.padded, BT=tile, STEP=64, num_warps=4, num_stages=3,
         )  # fmt: skip
     return v
 
 
 def back_product(
     g: Tensor,
-    tiles: NVFP4Tiles,
+    tiles: NVFP4Tiles | MXFP8Tiles,
     v: Tensor | None,
     one: LoRA | None,
     two: LoRA | None,
-    groups: Groups,
-    top_k: int,
+    plan: Plan,
     adapter_ids: Tensor | None,
     gated: bool,
     tile: int,
 ) -> Tensor:
-    """fp32 [P, K]: g W + v A. See `_back_kernel`."""
-    a, a2, _, _, slots, rank = pointers(one, two, g)
-    padded, most, n, k = max(16, triton.next_power_of_2(rank)), groups.tiles.shape[1], tiles.codes.shape[2], tiles.inputs
-    out = torch.empty(groups.order.numel(), k, dtype=torch.float32, device=g.device)
+    """[P, K] = g W + v A, fp32 for experts and bf16 for a linear layer. See `_back_kernel`."""
+    ad = Adapters.of(one, two, g)
+    n, k, mx = tiles.codes.shape[-2], tiles.inputs, isinstance(tiles, MXFP8Tiles)
+    out = torch.empty(plan.pairs, k, dtype=g.dtype if plan.linear else torch.float32, device=g.device)
     with on(g):
-        _back_kernel[(most * triton.cdiv(k, 128),)](
-            g, tiles.codes, tiles.scales, tiles.global_scale, g if v is None else v, a, a2, out, groups.order, groups.tiles,
-            groups.order if adapter_ids is None else adapter_ids, n, k, top_k, most, len(tiles.codes), slots,
-            GATED=gated, LORA=v is not None, SLOTTED=adapter_ids is not None, HAS1=one is not None, HAS2=two is not None,
-            R=rank, RP=padded, BT=tile, STEP=BACK_STEP, num_warps=BACK_WARPS, num_stages=BACK_STAGES,
+        _back_kernel[(plan.most * triton.cdiv(k, 128),)](
+            g, tiles.codes, tiles.scales, g if mx else tiles.global_scale, g if v is None else v, ad.a, ad.a2, out, plan.order, plan.tiles,
+            plan.slots(adapter_ids), n, k, plan.pairs, plan.top_k, plan.most, plan.experts, ad.slots,
+            MX=mx, LINEAR=plan.linear, GATED=gated, LORA=v is not None, SLOTTED=adapter_ids is not None, HAS1=ad.has[0], HAS2=ad.has[1],
+            R=ad.rank, RP=ad.padded, BT=tile, STEP=BACK_STEP, num_warps=8 if tile >= 64 else 4, num_stages=BACK_STAGES,
         )  # fmt: skip
     return out
 
 
-def swiglu_back(da: Tensor, halves: Tensor, weights: Tensor, groups: Groups, activation: SwiGLU) -> tuple[Tensor, Tensor, Tensor]:
+def back_tile(pairs: int, experts: int) -> int:
+    """Tokens of a tile in the backward."""
+    mean = pairs / experts
+    return 16 if mean <= 12 else 64 if mean <= 64 else 128
+
+
+def swiglu_back(da: Tensor, halves: Tensor, weights: Tensor, plan: Plan, activation: SwiGLU) -> tuple[Tensor, Tensor, Tensor]:
     """(dh bf16 [P, 2I], act bf16 [P, I], dw fp32 [P] in the order of pairs) of da fp32 [P, I] and gate and up bf16 [P, 2I]."""
     pairs, k = da.shape
     dh, act, dw = torch.empty_like(halves), halves.new_empty(pairs, k), da.new_empty(pairs)
     with on(da):
         _swiglu_back_kernel[(pairs,)](
-            da, halves, weights, groups.order, dh, act, dw, k, activation.alpha, activation.beta, activation.limit,
+            da, halves, weights, plan.order, dh, act, dw, k, activation.alpha, activation.beta, activation.limit,
             BLOCK=min(1024, triton.next_power_of_2(k)), num_warps=4,
         )  # fmt: skip
     return dh, act, dw
@@ -224,8 +230,7 @@ def outer_product(
     z: Tensor,
     v: Tensor,
     like: Tensor,
-    groups: Groups,
-    top_k: int,
+    plan: Plan,
     adapter_ids: Tensor | None,
     gather: bool,
     weights: Tensor | None,
@@ -233,17 +238,17 @@ def outer_product(
 ) -> Tensor:
     """Gradient of an A [slots, E, r, K] (`is_a`) or a B [slots, E, N, r]: for each expert and slot the sum over pairs of z (x) v.
 
-    z bf16 [*, K or N], of tokens where `gather`, else of places; v bf16 [P, at least r]; either may be a view of columns.
+    z bf16 [*, K or N], of tokens where `gather`, else of places; v bf16 [P, at least r]; either may be a view of columns. A linear
+    layer's have no dimension E.
     """
-    slots, experts = like.shape[:2]
-    rank, k = (like.shape[2], like.shape[3]) if is_a else (like.shape[3], like.shape[2])
+    slots = like.shape[0]
+    rank, k = (like.shape[-2], like.shape[-1]) if is_a else (like.shape[-1], like.shape[-2])
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     with on(z):
-        _outer_kernel[(slots * experts, triton.cdiv(k, 128))](
-            z, v, out, groups.order, groups.bounds, groups.order if adapter_ids is None else adapter_ids,
-            groups.order if weights is None else weights, k, z.stride(0), v.stride(0), top_k, slots, experts,
-            1 if is_a else rank, k if is_a else 1,
-            GATHER=gather, WEIGHTED=weights is not None, SLOTTED=adapter_ids is not None, R=rank,
+        _outer_kernel[(slots * plan.experts, triton.cdiv(k, 128))](
+            z, v, out, plan.order, plan.bounds, plan.slots(adapter_ids), z if weights is None else weights, k, z.stride(0), v.stride(0),
+            plan.pairs, plan.top_k, slots, plan.experts, 1 if is_a else rank, k if is_a else 1,
+            LINEAR=plan.linear, GATHER=gather, WEIGHTED=weights is not None, SLOTTED=adapter_ids is not None, R=rank,
             RP=max(16, triton.next_power_of_2(rank)), BK=128, BT=64, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out

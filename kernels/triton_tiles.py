@@ -78,6 +78,14 @@ def _plane_value(word, scales, PLANE: tl.constexpr):
 
 
 @triton.jit
+def _chunk(a, b, c, d, e, f, g, h, ROWS: tl.constexpr):
+    """Eight planes [ROWS, 16] beside one another."""
+    # [ROWS, 16, plane bit 2, 1, 0]: only registers are renamed, in the layout the matrix instruction wants.
+    planes = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+    return tl.reshape(tl.permute(planes, (0, 2, 3, 4, 1)), [ROWS, 128])
+
+
+@triton.jit
 def nvfp4_tile(words, scales, ROWS: tl.constexpr):
     """Weights [ROWS, 128], in units of 1 / NVFP4_UNIT, of words int32 [ROWS, 16] and scales int64 [ROWS] (see `expert_tiles`)."""
     if INTERPRETED:
@@ -103,9 +111,83 @@ def nvfp4_tile(words, scales, ROWS: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    # [ROWS, 16, plane bit 2, 1, 0]: only registers are renamed, in the layout the matrix instruction wants.
-    planes = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
-    return tl.reshape(tl.permute(planes, (0, 2, 3, 4, 1)), [ROWS, 128])
+    return _chunk(a, b, c, d, e, f, g, h, ROWS)
+
+
+def _mxfp8_text() -> str:
+    """Two neighbouring words ($8, $9: planes 0..3; $10, $11: 4..7) to bf16 pairs ($0..$7), each times its block's scale ($12, $14)."""
+    lines = [".reg .b32 t, a, s;", ".reg .b16 l, h;"]
+    for plane in range(8):
+        low, high = (8, 9) if plane < 4 else (10, 11)
+        byte = plane % 4
+        # The byte on top of each half: its sign is in place, its magnitude four bits too high (bf16 of 2^-120 of the value).
+        lines.append(f"prmt.b32 t, ${low}, ${high}, 0x{4 + byte}0{byte}0;")
+        lines.append("shr.u32 a, t, 4; and.b32 a, a, 0x07F007F0; lop3.b32 a, t, 0x80008000, a, 0xEA;")
+        lines.append(f"mov.b32 {{l, h}}, ${12 + 2 * (plane // 2 % 2)};")
+        lines.append(f"mov.b32 s, {{{'lh'[plane // 4]}, {'lh'[plane // 4]}}};")
+        lines.append(f"mul.rn.bf16x2 ${plane}, a, s;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_MXFP8 = tl.constexpr(_mxfp8_text())
+# Four exponent bytes, 16 bits apart, to bf16: 2^(byte - 127 + 120 - 32).
+_EXPONENTS = tl.constexpr("""{
+.reg .b32 p;
+and.b32 p, $2, 0x00FF00FF; mad.lo.u32 $0, p, 128, 0x2C002C00;
+shr.u32 p, $2, 8; and.b32 p, p, 0x00FF00FF; mad.lo.u32 $1, p, 128, 0x2C002C00;
+}""")
+MXFP8_UNIT = tl.constexpr(2.0**32)
+
+
+@triton.jit
+def _mxfp8_value(words, exponents, PLANE: tl.constexpr):
+    """Interpreter: fp32 [ROWS, 16] of one plane, in the units of the assembly."""
+    byte = ((words >> (8 * PLANE)) & 0xFF).to(tl.int32)
+    magnitude = byte & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    exponent = (exponents >> (8 * (PLANE // 2))) & 0xFF
+    scale = (tl.maximum(exponent - 32, 0) << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte > 0x7F, -value, value) * scale[:, None]
+
+
+@triton.jit
+def mxfp8_tile(words, exponents, ROWS: tl.constexpr):
+    """Weights [ROWS, 128], in units of 1 / MXFP8_UNIT, of words int64 [ROWS, 16] and exponents int32 [ROWS] (see `linear_tiles`)."""
+    if INTERPRETED:
+        a, b = _mxfp8_value(words, exponents, 0), _mxfp8_value(words, exponents, 1)
+        c, d = _mxfp8_value(words, exponents, 2), _mxfp8_value(words, exponents, 3)
+        e, f = _mxfp8_value(words, exponents, 4), _mxfp8_value(words, exponents, 5)
+        g, h = _mxfp8_value(words, exponents, 6), _mxfp8_value(words, exponents, 7)
+    else:
+        even, odd = tl.inline_asm_elementwise(_EXPONENTS.value, "=r,=r,r", [exponents], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _MXFP8.value,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+            [words.to(tl.int32), (words >> 32).to(tl.int32), even[:, None], odd[:, None]],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    return _chunk(a, b, c, d, e, f, g, h, ROWS)
+
+
+@triton.jit
+def weight_tile(words, scales, ROWS: tl.constexpr, MX: tl.constexpr):
+    """`mxfp8_tile` or `nvfp4_tile`."""
+    if MX:
+        return mxfp8_tile(words, scales, ROWS)
+    else:
+        return nvfp4_tile(words, scales, ROWS)
+
+
+@triton.jit
+def unit(global_ptr, e, MX: tl.constexpr):
+    """What sums of decoded weights are to be multiplied by."""
+    if MX:
+        return MXFP8_UNIT
+    else:
+        return NVFP4_UNIT * tl.load(global_ptr + e)
 
 
 @triton.jit

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from samebits.kernels import moe_fused, triton_moe, triton_moe_grad
+from samebits.kernels import moe_fused, triton_linear, triton_moe, triton_moe_grad
 from samebits.kernels.activation import SwiGLU
 from samebits.kernels.expert_tiles import pack_experts
-from samebits.kernels.linear import LoRA
+from samebits.kernels.linear import LoRA, lora_linear
+from samebits.kernels.linear_tiles import pack_linear
 from samebits.kernels.moe import ExpertLoRA, moe
-from samebits.kernels.triton_moe import Tiling
+from samebits.kernels.triton_moe import Cut
 from samebits.kernels.triton_tiles import INTERPRETED
-from samebits.quant import nvfp4
+from samebits.quant import mxfp8, nvfp4
 
 T, H, WIDTH, E, TOP, R, SLOTS = 7, 144, 48, 4, 2, 4, 2
 
@@ -43,13 +44,30 @@ def adapters(g: torch.Generator, size: torch.Tensor) -> ExpertLoRA:
     return ExpertLoRA(pair(WIDTH, H), pair(WIDTH, H), pair(H, WIDTH))
 
 
-def main() -> None:
+def check_linear() -> None:
+    """An MXFP8 layer: forward with and without an adapter, and all gradients."""
+    g = torch.Generator().manual_seed(1)
+    tokens, n, k = 18, 70, 160
+    packed = mxfp8.quantize(torch.randn(n, k, generator=g) * torch.linspace(0.01, 3, n)[:, None])
+    tiles = pack_linear(packed)
+    lora = LoRA(*(torch.randn(*shape, generator=g).bfloat16() for shape in ((SLOTS, R, k), (SLOTS, n, R))))
+    slots = torch.arange(tokens) % 3 - 1
+    base = torch.randn(tokens, k, generator=g).bfloat16()
+    compare("linear", triton_linear.fused_linear(base, tiles, None, None), lora_linear(base, packed), 1e-3)
+    results = []
+    for fused in (False, True):
+        x, a, b = (t.clone().requires_grad_() for t in (base, *lora))
+        call = triton_linear.fused_linear if fused else lora_linear
+        out = call(x, tiles if fused else packed, LoRA(a, b), slots)
+        (out.float() * torch.arange(1.0, tokens + 1)[:, None]).square().sum().backward()
+        results.append((out.detach(), x.grad, a.grad, b.grad))
+    for name, want, have in zip(("linear with adapter", "dx", "dA", "dB"), *results, strict=True):
+        compare(name, have, want, 5e-3)
+
+
+def check_experts() -> None:
     """Forward with and without adapters, and all gradients."""
-    if not INTERPRETED:
-        raise SystemExit("set TRITON_INTERPRET=1")
-    triton_moe.SHRINK_PART = 64
-    triton_moe_grad.BACK_STEP = 32
-    moe_fused.tiling = lambda pairs, experts: Tiling(16, 32, 64, 4, 4, 3, 3)
+    moe_fused.cuts = lambda pairs, experts: (Cut(16, 32, 4, 3), Cut(16, 64, 4, 3))
     g = torch.Generator().manual_seed(0)
     size = torch.arange(1.0, E + 1)[:, None, None]
     packed = [
@@ -87,6 +105,16 @@ def main() -> None:
         raise SystemExit("recomputing changes gradients")
     if (fused_results[0][1][2][:, 2] != 0).any():
         raise SystemExit("an expert without tokens has a gradient")
+
+
+def main() -> None:
+    """Both."""
+    if not INTERPRETED:
+        raise SystemExit("set TRITON_INTERPRET=1")
+    triton_moe.SHRINK_PART = 64
+    triton_moe_grad.BACK_STEP = 32
+    check_linear()
+    check_experts()
     print("as the reference")
 
 
