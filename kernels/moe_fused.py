@@ -13,7 +13,7 @@ from .activation import SwiGLU
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
 from .triton_moe import Plan, combine, cuts, group, weight_product
-from .triton_moe_grad import back_product, back_tile, outer_product, rank_product, swiglu_back
+from .triton_moe_grad import back_cut, back_product, outer_product, rank_product, swiglu_back
 
 
 def _pair(a: Tensor | None, b: Tensor | None) -> LoRA | None:
@@ -57,17 +57,17 @@ class FusedExperts(torch.autograd.Function):
             inner = cuts(pairs, experts)[0]
             plan = _plan(ids, experts, inner.tokens, loras)
             halves = weight_product(x, w13, plan, inner, ctx.activation, loras[:2], adapter_ids, keep=True)[2]
-        tile = back_tile(pairs, experts)
-        plan = _plan(ids, experts, tile, loras)
+        cut = back_cut(pairs, experts)
+        plan = _plan(ids, experts, cut.tokens, loras)
         grad = grad.contiguous()
-        v2 = rank_product(grad, down, None, plan, adapter_ids, down=True, tile=tile) if down else None
-        da = back_product(grad, w2, v2, down, None, plan, adapter_ids, gated=False, tile=tile)
+        v2 = rank_product(grad, down, None, plan, adapter_ids, down=True, tile=cut.tokens) if down else None
+        da = back_product(grad, w2, v2, down, None, plan, adapter_ids, gated=False, cut=cut)
         dh, act, dw = swiglu_back(da, halves, weights, plan, ctx.activation)
         del da, halves
-        v = rank_product(dh, gate, up, plan, adapter_ids, down=False, tile=tile) if gate or up else None
+        v = rank_product(dh, gate, up, plan, adapter_ids, down=False, tile=cut.tokens) if gate or up else None
         grad_x = None
         if ctx.needs_input_grad[0]:
-            dx = back_product(dh, w13, v, gate, up, plan, adapter_ids, gated=True, tile=tile)
+            dx = back_product(dh, w13, v, gate, up, plan, adapter_ids, gated=True, cut=cut)
             grad_x = combine(dx, ids, torch.ones_like(weights))
             del dx
         grads: list[Tensor | None] = [None] * 6

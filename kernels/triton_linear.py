@@ -14,7 +14,7 @@ from torch import Tensor
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
 from .triton_moe import Cut, linear_plan, weight_product
-from .triton_moe_grad import back_product, outer_product, rank_product
+from .triton_moe_grad import BackCut, back_product, outer_product, rank_product
 
 
 def cut_of(tokens: int, outputs: int) -> Cut:
@@ -48,13 +48,13 @@ class FusedLinear(torch.autograd.Function):
         """See `triton_moe_grad`."""
         x, adapter_ids, u, a, b, *parts = ctx.saved_tensors
         lora, grad = None if a is None else LoRA(a, b), grad.contiguous()
-        tile = 16 if len(x) <= 64 else 128
-        plan = linear_plan(x, tile)
-        v = rank_product(grad, lora, None, plan, adapter_ids, down=True, tile=tile) if lora else None
+        cut = BackCut(16, 64, 4, 3) if len(x) <= 64 else BackCut(128, 64, 8, 3)
+        plan = linear_plan(x, cut.tokens)
+        v = rank_product(grad, lora, None, plan, adapter_ids, down=True, tile=cut.tokens) if lora else None
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
             weight = MXFP8Tiles(*parts, ctx.inputs)
-            grad_x = back_product(grad, weight, v, lora, None, plan, adapter_ids, gated=False, tile=tile)
+            grad_x = back_product(grad, weight, v, lora, None, plan, adapter_ids, gated=False, cut=cut)
         if lora:
             grad_a = outer_product(x, v, a, plan, adapter_ids, gather=True, weights=None, is_a=True)
             grad_b = outer_product(grad, u, b, plan, adapter_ids, gather=True, weights=None, is_a=False)

@@ -52,7 +52,22 @@ def cuts(pairs: int, experts: int) -> tuple[Cut, Cut]:
     return Cut(128, 128, 8, 3), Cut(128, 128, 8, 3)
 
 
-@triton.jit
+# Numbers that change with the batch, and pointers into counters: a kernel is compiled once for all of them.
+VARYING = ("pairs", "most", "zeros", "top_k", "experts", "slots")
+UNALIGNED = ("counts_ptr", "flags_ptr", "slots_ptr", "order_ptr", "tiles_ptr", "bounds_ptr")
+
+
+def batch_jit(fn):
+    """`triton.jit` that does not specialise on what varies."""
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    return triton.jit(
+        fn,
+        do_not_specialize=[n for n in VARYING if n in names],
+        do_not_specialize_on_alignment=[n for n in UNALIGNED if n in names],
+    )
+
+
+@batch_jit
 def _group_kernel(
     ids_ptr, order_ptr, tiles_ptr, bounds_ptr, zero_ptr, zeros, pairs, most, experts,
     BINS: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
@@ -231,7 +246,9 @@ def _stream(
                         b_at = tl.where(row < BW, b_ptr, b2_ptr)[:, None] + offset
                     else:
                         b_at = b_ptr + offset
-                    acc = dot(tl.load(b_at, mask=real, other=0.0), u, acc)
+                    added = dot(tl.load(b_at, mask=real, other=0.0), u, acc)
+                    # A column of zeros does not protect the tokens of other adapters from one that holds NaN or infinity.
+                    acc = tl.where(hit[None, :], added, acc) if SLOTTED else added
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BW, BT]), (1, 2, 0)))
             gate, up = bf16(gate), bf16(up)
@@ -251,7 +268,7 @@ def _stream(
             tl.store(out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None], acc, mask=(n < N)[:, None] & inside[None, :])
 
 
-@triton.jit
+@batch_jit
 def _experts_kernel(
     x_ptr, words_ptr, scales_ptr, global_ptr, a_ptr, a2_ptr, b_ptr, b2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr,
     out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,

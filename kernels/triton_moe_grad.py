@@ -15,6 +15,8 @@ tile into shared memory. No gradient depends on timing; those of the adapters ar
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,13 +26,28 @@ from .activation import SwiGLU
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
-from .triton_moe import Adapters, Plan, columns, span
+from .triton_moe import Adapters, Plan, batch_jit, columns, span
 from .triton_tiles import bf16, dot, on, settled, unit, weight_tile
 
-BACK_STEP, BACK_STAGES = 64, 3
+
+class BackCut(NamedTuple):
+    """How `back_product` is cut."""
+
+    tokens: int  # rows of a tile
+    step: int  # rows of the weight decoded at a time
+    warps: int
+    stages: int
 
 
-@triton.jit
+def back_cut(pairs: int, experts: int) -> BackCut:
+    """The fastest of a sweep on an H200 at MiniMax-M3's shape, by pairs an expert."""
+    mean = pairs / experts
+    if mean <= 12:
+        return BackCut(16, 64, 4, 3)
+    return BackCut(64, 64, 8, 3) if mean <= 64 else BackCut(128, 64, 8, 3)
+
+
+@batch_jit
 def _rank_kernel(
     g_ptr, b_ptr, b2_ptr, v_ptr, order_ptr, tiles_ptr, slots_ptr, N, stride, pairs, top_k, most, experts, slots,
     LINEAR: tl.constexpr, GATHER: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, R: tl.constexpr,
@@ -60,7 +77,7 @@ def _rank_kernel(
         tl.store(v_ptr + place.to(tl.int64)[:, None] * WIDTH + which * RP + r[None, :], bf16(acc), mask=hit[:, None])
 
 
-@triton.jit
+@batch_jit
 def _back_kernel(
     g_ptr, words_ptr, scales_ptr, global_ptr, v_ptr, a_ptr, a2_ptr, out_ptr, order_ptr, tiles_ptr, slots_ptr,
     N, K, pairs, top_k, most, experts, slots,
@@ -105,7 +122,8 @@ def _back_kernel(
                     v = tl.load(v_ptr + place.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=hit[:, None], other=0.0)
                     matrix = (wanted * experts + e).to(tl.int64) * R * K
                     a_at = (tl.where(column < RP, a_ptr, a2_ptr) + matrix + r * K)[:, None] + k[None, :]
-                    acc = dot(v, tl.load(a_at, mask=present[:, None] & (k < K)[None, :], other=0.0), acc)
+                    added = dot(v, tl.load(a_at, mask=present[:, None] & (k < K)[None, :], other=0.0), acc)
+                    acc = tl.where(hit[:, None], added, acc) if SLOTTED else added
         target = pair if GATED else place
         if out_ptr.dtype.element_ty == tl.bfloat16:
             acc = bf16(acc)
@@ -140,7 +158,7 @@ def _swiglu_back_kernel(
     tl.store(dw_ptr + pair, tl.sum(total, axis=0))
 
 
-@triton.jit
+@batch_jit
 def _outer_kernel(
     z_ptr, v_ptr, out_ptr, order_ptr, bounds_ptr, slots_ptr, weights_ptr, K, z_stride, v_stride, pairs, top_k, slots, experts,
     out_k, out_r,
@@ -192,7 +210,7 @@ def back_product(
     plan: Plan,
     adapter_ids: Tensor | None,
     gated: bool,
-    tile: int,
+    cut: BackCut,
 ) -> Tensor:
     """[P, K] = g W + v A, fp32 for experts and bf16 for a linear layer. See `_back_kernel`."""
     ad = Adapters.of(one, two, g)
@@ -203,15 +221,9 @@ def back_product(
             g, tiles.codes, tiles.scales, g if mx else tiles.global_scale, g if v is None else v, ad.a, ad.a2, out, plan.order, plan.tiles,
             plan.slots(adapter_ids), n, k, plan.pairs, plan.top_k, plan.most, plan.experts, ad.slots,
             MX=mx, LINEAR=plan.linear, GATED=gated, LORA=v is not None, SLOTTED=adapter_ids is not None, HAS1=ad.has[0], HAS2=ad.has[1],
-            R=ad.rank, RP=ad.padded, BT=tile, STEP=BACK_STEP, num_warps=8 if tile >= 64 else 4, num_stages=BACK_STAGES,
+            R=ad.rank, RP=ad.padded, BT=cut.tokens, STEP=cut.step, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return out
-
-
-def back_tile(pairs: int, experts: int) -> int:
-    """Tokens of a tile in the backward."""
-    mean = pairs / experts
-    return 16 if mean <= 12 else 64 if mean <= 64 else 128
 
 
 def swiglu_back(da: Tensor, halves: Tensor, weights: Tensor, plan: Plan, activation: SwiGLU) -> tuple[Tensor, Tensor, Tensor]:

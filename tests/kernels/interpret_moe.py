@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from samebits.kernels import moe_fused, triton_linear, triton_moe, triton_moe_grad
+from samebits.kernels import moe_fused, triton_linear, triton_moe
 from samebits.kernels.activation import SwiGLU
 from samebits.kernels.expert_tiles import pack_experts
 from samebits.kernels.linear import LoRA, lora_linear
 from samebits.kernels.linear_tiles import pack_linear
 from samebits.kernels.moe import ExpertLoRA, moe
 from samebits.kernels.triton_moe import Cut
+from samebits.kernels.triton_moe_grad import BackCut
 from samebits.kernels.triton_tiles import INTERPRETED
 from samebits.quant import mxfp8, nvfp4
 
@@ -67,6 +68,7 @@ def check_linear() -> None:
 
 def check_experts() -> None:
     """Forward with and without adapters, and all gradients."""
+    moe_fused.back_cut = lambda pairs, experts: BackCut(16, 32, 4, 3)
     moe_fused.cuts = lambda pairs, experts: (Cut(16, 32, 4, 3), Cut(16, 64, 4, 3))
     g = torch.Generator().manual_seed(0)
     size = torch.arange(1.0, E + 1)[:, None, None]
@@ -112,7 +114,6 @@ def main() -> None:
     if not INTERPRETED:
         raise SystemExit("set TRITON_INTERPRET=1")
     triton_moe.SHRINK_PART = 64
-    triton_moe_grad.BACK_STEP = 32
     check_linear()
     check_experts()
     print("as the reference")
