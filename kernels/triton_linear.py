@@ -48,7 +48,7 @@ class FusedLinear(torch.autograd.Function):
         """See `triton_moe_grad`."""
         x, adapter_ids, u, a, b, *parts = ctx.saved_tensors
         lora, grad = None if a is None else LoRA(a, b), grad.contiguous()
-        cut = BackCut(16, 64, 4, 3) if len(x) <= 64 else BackCut(128, 64, 8, 3)
+        cut = BackCut(16, 64, 4, 3) if len(x) <= 64 else BackCut(128, 64, 4, 3)
         plan = linear_plan(x, cut.tokens)
         v = rank_product(grad, lora, None, plan, adapter_ids, down=True, tile=cut.tokens) if lora else None
         grad_x = grad_a = grad_b = None

@@ -6,7 +6,7 @@
     combine   sum over the choices of a token, in ascending order of expert, of weight * y, in fp32
 
 Each GEMM is one launch that does two kinds of work. The first programs are the shrink, u = A x: a grouped GEMM of its own, K cut into
-fixed parts of 1024 whose sums the last program to finish adds in order. The rest stream the weights; when they come to the adapter, as
+fixed parts of 512 whose sums the last program to finish adds in order. The rest stream the weights; when they come to the adapter, as
 K step after the last, u has long been there, so what the adapter costs is its bytes. They wait for a counter all the same; programs
 start in the order of their index, so that the wait ends.
 
@@ -26,9 +26,9 @@ from .activation import SwiGLU
 from .expert_tiles import CHUNK, NVFP4Tiles
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
-from .triton_tiles import bf16, dot, on, settled, unit, weight_tile
+from .triton_tiles import bf16, dot, on, prefetch, settled, unit, weight_tile
 
-SHRINK_PART = 1024  # inputs a shrink program sums
+SHRINK_PART = 512  # inputs a shrink program sums
 
 
 class Cut(NamedTuple):
@@ -143,46 +143,70 @@ def _shrink(
     if e >= 0:
         place, inside, _pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
         hit = inside & (slot == wanted)
-        if tl.max(hit.to(tl.int32), axis=0) == 1:
-            row = tl.arange(0, ROWS)
-            r = row % RP
-            present = (r < R) & (((row < RP) & HAS1) | ((row >= RP) & (row < WIDTH) & HAS2))
-            matrix = (wanted * experts + e).to(tl.int64) * R * K
-            k = part * PART + tl.arange(0, 64)
-            a_at = (tl.where(row < RP, a_ptr, a2_ptr) + matrix + r * K)[:, None] + k[None, :]
-            source = token if GATED else place
-            x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
-            acc = tl.zeros([ROWS, BT], tl.float32)
-            for step in tl.range(0, tl.minimum(PART, K - part * PART), 64, num_stages=4):
-                if EVEN:
-                    a = tl.load(a_at, mask=present[:, None], other=0.0)
-                    x = tl.load(x_at, mask=hit[None, :], other=0.0)
-                else:
-                    a = tl.load(a_at, mask=present[:, None] & (k + step < K)[None, :], other=0.0)
-                    x = tl.load(x_at, mask=hit[None, :] & (k + step < K)[:, None], other=0.0)
-                acc = settled(dot(a, x, acc))
-                a_at += 64
-                x_at += 64
-            u_at = place.to(tl.int64)[None, :] * WIDTH + row[:, None]
-            stored = hit[None, :] & (row < WIDTH)[:, None]
-            if PARTS == 1:
-                tl.store(u_ptr + u_at, bf16(acc), mask=stored)
-                tl.debug_barrier()
-                tl.atomic_add(flags_ptr + tile, 1, sem="release")
+        row = tl.arange(0, ROWS)
+        r = row % RP
+        # An adapter that no token of the tile has is not read; a branch would make ptxas wait after each matrix instruction (C7520).
+        present = (r < R) & (((row < RP) & HAS1) | ((row >= RP) & (row < WIDTH) & HAS2))
+        if SLOTTED:
+            present &= tl.max(hit.to(tl.int32), axis=0) == 1
+        matrix = (wanted * experts + e).to(tl.int64) * R * K
+        k = part * PART + tl.arange(0, 64)
+        a_at = (tl.where(row < RP, a_ptr, a2_ptr) + matrix + r * K)[:, None] + k[None, :]
+        source = token if GATED else place
+        x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
+        acc = tl.zeros([ROWS, BT], tl.float32)
+        for step in tl.range(0, tl.minimum(PART, K - part * PART), 64, num_stages=4):
+            if EVEN:
+                a = tl.load(a_at, mask=present[:, None], other=0.0)
+                x = tl.load(x_at, mask=hit[None, :], other=0.0)
             else:
-                tl.store(partial_ptr + part.to(tl.int64) * pairs * WIDTH + u_at, acc, mask=stored)
-                tl.debug_barrier()
-                if tl.atomic_add(counts_ptr + tile * slots + wanted, 1, sem="acq_rel") == PARTS - 1:
-                    total = tl.zeros([ROWS, BT], tl.float32)
-                    for other in range(PARTS):
-                        at = partial_ptr + tl.full([], other, tl.int64) * pairs * WIDTH + u_at
-                        total += tl.load(at, mask=stored, other=0.0, cache_modifier=".cg")
-                    tl.store(u_ptr + u_at, bf16(total), mask=stored)
-                    tl.debug_barrier()
-                    tl.atomic_add(flags_ptr + tile, 1, sem="release")
+                a = tl.load(a_at, mask=present[:, None] & (k + step < K)[None, :], other=0.0)
+                x = tl.load(x_at, mask=hit[None, :] & (k + step < K)[:, None], other=0.0)
+            acc = settled(dot(a, x, acc))
+            a_at += 64
+            x_at += 64
+        u_at = place.to(tl.int64)[None, :] * WIDTH + row[:, None]
+        stored = hit[None, :] & (row < WIDTH)[:, None]
+        if PARTS == 1:
+            tl.store(u_ptr + u_at, bf16(acc), mask=stored)
+            tl.debug_barrier()
+            tl.atomic_add(flags_ptr + tile, 1, sem="release")
         else:
-            if part == 0:
+            tl.store(partial_ptr + part.to(tl.int64) * pairs * WIDTH + u_at, acc, mask=stored)
+            tl.debug_barrier()
+            if tl.atomic_add(counts_ptr + tile * slots + wanted, 1, sem="acq_rel") == PARTS - 1:
+                total = tl.zeros([ROWS, BT], tl.float32)
+                part_at = partial_ptr + u_at
+                part_size = pairs.to(tl.int64) * WIDTH
+                if BT <= 16:  # all loads at once, where registers hold them
+                    for _ in tl.static_range(PARTS):
+                        total += tl.load(part_at, mask=stored, other=0.0, cache_modifier=".cg")
+                        part_at += part_size
+                else:
+                    for _ in range(PARTS):
+                        total += tl.load(part_at, mask=stored, other=0.0, cache_modifier=".cg")
+                        part_at += part_size
+                tl.store(u_ptr + u_at, bf16(total), mask=stored)
+                tl.debug_barrier()
                 tl.atomic_add(flags_ptr + tile, 1, sem="release")
+
+
+@triton.jit
+def _b_tile(
+    b_ptr, b2_ptr, base, row, n, N, GATED: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    BW: tl.constexpr,
+):  # fmt: skip
+    """Pointers to B for a band's rows, and which are real. Gate and up: [B1 0; 0 B3], to go with [u1; u3] in one step for both."""
+    column = tl.arange(0, 2 * RP if GATED else RP)
+    r = column % RP
+    offset = base + (n * R)[:, None] + r[None, :]
+    real = (n < N)[:, None] & (r < R)[None, :]
+    if GATED:
+        one = (row < BW)[:, None] & (column < RP)[None, :]
+        two = (row >= BW)[:, None] & (column >= RP)[None, :]
+        return tl.where(row < BW, b_ptr, b2_ptr)[:, None] + offset, real & ((one & HAS1) | (two & HAS2))
+    else:
+        return b_ptr + offset, real
 
 
 @triton.jit
@@ -212,6 +236,9 @@ def _stream(
         k = tl.arange(0, 128)
         source = token if GATED else place
         x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
+        if LORA and not SLOTTED:
+            first_b = e.to(tl.int64) * N * R + tl.minimum(n, N - 1) * R
+            prefetch((tl.where(row < BW, b_ptr, b2_ptr) if GATED else b_ptr) + first_b)
         acc = tl.zeros([ROWS, BT], tl.float32)
         for chunk in range(chunks):
             words = tl.load(words_at)
@@ -226,29 +253,26 @@ def _stream(
             x_at += 128
         acc = acc * unit(global_ptr, e, MX)
         if LORA:
-            while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < slots:
-                pass
             WIDTH: tl.constexpr = 2 * RP if GATED else RP
-            column = tl.arange(0, WIDTH)
-            r = column % RP
-            for wanted in range(slots):
-                hit = inside & (slot == wanted)
-                if tl.max(hit.to(tl.int32), axis=0) == 1:
-                    at = place.to(tl.int64)[None, :] * WIDTH + column[:, None]
-                    u = tl.load(u_ptr + at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
-                    offset = ((wanted * experts + e).to(tl.int64) * N + n)[:, None] * R + r[None, :]
-                    real = (n < N)[:, None] & (r < R)[None, :]
-                    if GATED:
-                        # [B1 0; 0 B3] times [u1; u3]: one step for both halves.
-                        one = (row < BW)[:, None] & (column < RP)[None, :]
-                        two = (row >= BW)[:, None] & (column >= RP)[None, :]
-                        real &= (one & HAS1) | (two & HAS2)
-                        b_at = tl.where(row < BW, b_ptr, b2_ptr)[:, None] + offset
-                    else:
-                        b_at = b_ptr + offset
-                    added = dot(tl.load(b_at, mask=real, other=0.0), u, acc)
+            u_at = u_ptr + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
+            if SLOTTED:
+                while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < slots:
+                    pass
+                for wanted in tl.range(0, slots, num_stages=1):
+                    hit = inside & (slot == wanted)
+                    base = (wanted * experts + e).to(tl.int64) * N * R
+                    b_at, real = _b_tile(b_ptr, b2_ptr, base, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
+                    real &= tl.max(hit.to(tl.int32), axis=0) == 1
+                    u = tl.load(u_at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
+                    added = settled(dot(tl.load(b_at, mask=real, other=0.0), u, acc))
                     # A column of zeros does not protect the tokens of other adapters from one that holds NaN or infinity.
-                    acc = tl.where(hit[None, :], added, acc) if SLOTTED else added
+                    acc = tl.where(hit[None, :], added, acc)
+            else:
+                b_at, real = _b_tile(b_ptr, b2_ptr, e.to(tl.int64) * N * R, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
+                b = tl.load(b_at, mask=real, other=0.0)
+                while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < 1:
+                    pass
+                acc = dot(b, tl.load(u_at, mask=inside[None, :], other=0.0, cache_modifier=".cg"), acc)
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BW, BT]), (1, 2, 0)))
             gate, up = bf16(gate), bf16(up)
@@ -353,9 +377,23 @@ def group(ids: Tensor, experts: int, tile: int, counters: int = 0) -> Plan:
 
     order, tiles, bounds, zero = ints(pairs), ints(3, most), ints(experts + 1), ints(max(1, counters), most)
     bins = triton.next_power_of_2(experts + 1)
-    block = min(1024, max(32, triton.next_power_of_2(pairs)))
+    block = min(4096, max(32, triton.next_power_of_2(pairs)))
     with on(ids):
-        _group_kernel[(experts,)](ids, order, tiles, bounds, zero, zero.numel(), pairs, most, experts, BINS=bins, BT=tile, BLOCK=block)
+        _group_kernel[(experts,)](
+            ids,
+            order,
+            tiles,
+            bounds,
+            zero,
+            zero.numel(),
+            pairs,
+            most,
+            experts,
+            BINS=bins,
+            BT=tile,
+            BLOCK=block,
+            num_warps=8 if block > 1024 else 4,
+        )
     return Plan(order, tiles, bounds, zero, pairs, most, ids.shape[1], experts, False)
 
 

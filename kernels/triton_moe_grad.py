@@ -44,7 +44,7 @@ def back_cut(pairs: int, experts: int) -> BackCut:
     mean = pairs / experts
     if mean <= 12:
         return BackCut(16, 64, 4, 3)
-    return BackCut(64, 64, 8, 3) if mean <= 64 else BackCut(128, 64, 8, 3)
+    return BackCut(64, 64, 4, 3) if mean <= 64 else BackCut(128, 64, 4, 3)
 
 
 @batch_jit

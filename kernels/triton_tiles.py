@@ -211,6 +211,15 @@ def settled(acc):
 
 
 @triton.jit
+def prefetch(at):
+    """Ask for the cache lines of these pointers."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def bf16(x):
     """fp32 rounded to nearest even; the interpreter's cast alone would cut bits off."""
     if INTERPRETED:

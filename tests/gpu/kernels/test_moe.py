@@ -38,8 +38,12 @@ def batch(tokens: int, h: int, experts: int, top: int = 4, seed: int = 1):
     return x, ids, torch.rand(tokens, top, device="cuda", generator=g)
 
 
-def reference(x, w13, w2, ids, weights, lora=None, slots=None):
-    """fp64, differentiable in x, weights and adapters (any dtype)."""
+def reference(x, w13, w2, ids, weights, lora=None, slots=None, rounded=False):
+    """fp64, differentiable in x, weights and adapters (any dtype).
+
+    `rounded`: gate and up are rounded to bf16, as the operation has it, with the gradient passing through. Without that, values next to
+    the clamp fall on its other side, and their gradients are none instead of all.
+    """
     dense13, dense2 = nvfp4.dequantize(w13).double(), nvfp4.dequantize(w2).double()
     out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     slots = torch.zeros(len(x), dtype=torch.int64, device="cuda") if slots is None else slots
@@ -55,7 +59,10 @@ def reference(x, w13, w2, ids, weights, lora=None, slots=None):
         token, choice = (ids == e).nonzero(as_tuple=True)
         xs = x[token].double()
         gate, up = (xs @ dense13[e].mT).chunk(2, dim=1)
-        gate, up = (gate + delta(gates, xs, e, token)).clamp(max=7), (up + delta(ups, xs, e, token)).clamp(-7, 7)
+        gate, up = gate + delta(gates, xs, e, token), up + delta(ups, xs, e, token)
+        if rounded:
+            gate, up = (t + (t.bfloat16().double() - t).detach() for t in (gate, up))
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         act = gate * torch.sigmoid(1.702 * gate) * (up + 1)
         y = act @ dense2[e].mT + delta(downs, act, e, token)
         out = out.index_add(0, token, y * weights[token, choice].double()[:, None])
@@ -213,7 +220,7 @@ def test_gradients_against_fp64_autograd(tokens, slotted):
         (out * direction.to(out.dtype)).sum().backward()
         return out.detach(), {name: t.grad for name, t in own.items()}
 
-    want_out, want = gradients(lambda x, w, l: reference(x, w13, w2, ids, w, l, slots), torch.float64)  # noqa: E741
+    want_out, want = gradients(lambda x, w, l: reference(x, w13, w2, ids, w, l, slots, True), torch.float64)  # noqa: E741
     out, have = gradients(lambda x, w, l: moe(x, *tiles, ids, w, ACT, l, slots))  # noqa: E741
     assert distance(out, want_out) < 5e-3
     for name in leaves:
