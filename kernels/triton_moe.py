@@ -48,8 +48,8 @@ def cuts(pairs: int, experts: int) -> tuple[Cut, Cut]:
     if mean <= 12:
         return Cut(16, 64, 4, 4), Cut(16, 128, 4, 4)
     if mean <= 48:
-        return Cut(64, 64, 8, 3), Cut(64, 128, 8, 3)
-    return Cut(128, 128, 8, 3), Cut(128, 128, 8, 3)
+        return Cut(32, 64, 4, 3), Cut(32, 128, 4, 3)
+    return Cut(128, 64, 4, 2), Cut(128, 128, 4, 2)
 
 
 # Numbers that change with the batch, and pointers into counters: a kernel is compiled once for all of them.
@@ -148,7 +148,7 @@ def _shrink(
         # An adapter that no token of the tile has is not read; a branch would make ptxas wait after each matrix instruction (C7520).
         present = (r < R) & (((row < RP) & HAS1) | ((row >= RP) & (row < WIDTH) & HAS2))
         if SLOTTED:
-            present &= tl.max(hit.to(tl.int32), axis=0) == 1
+            present &= row * 0 + tl.max(hit.to(tl.int32), axis=0) == 1
         matrix = (wanted * experts + e).to(tl.int64) * R * K
         k = part * PART + tl.arange(0, 64)
         a_at = (tl.where(row < RP, a_ptr, a2_ptr) + matrix + r * K)[:, None] + k[None, :]
@@ -262,7 +262,7 @@ def _stream(
                     hit = inside & (slot == wanted)
                     base = (wanted * experts + e).to(tl.int64) * N * R
                     b_at, real = _b_tile(b_ptr, b2_ptr, base, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
-                    real &= tl.max(hit.to(tl.int32), axis=0) == 1
+                    real &= (row * 0 + tl.max(hit.to(tl.int32), axis=0) == 1)[:, None]
                     u = tl.load(u_at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
                     added = settled(dot(tl.load(b_at, mask=real, other=0.0), u, acc))
                     # A column of zeros does not protect the tokens of other adapters from one that holds NaN or infinity.
