@@ -6,7 +6,7 @@
     combine   sum over the choices of a token, in ascending order of expert, of weight * y, in fp32
 
 Each GEMM is one launch that does two kinds of work. The first programs are the shrink, u = A x: a grouped GEMM of its own, K cut into
-fixed parts of 512 whose sums the last program to finish adds in order. The rest stream the weights; when they come to the adapter, as
+fixed parts of 2048 whose sums the last program to finish adds in order. The rest stream the weights; when they come to the adapter, as
 K step after the last, u has long been there, so what the adapter costs is its bytes. They wait for a counter all the same; programs
 start in the order of their index, so that the wait ends.
 
@@ -28,7 +28,7 @@ from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
 from .triton_tiles import bf16, dot, on, prefetch, settled, unit, weight_tile
 
-SHRINK_PART = 512  # inputs a shrink program sums
+SHRINK_PART = 2048  # inputs a shrink program sums: few programs, so that they do not push a wave of the others over
 
 
 class Cut(NamedTuple):
@@ -48,7 +48,7 @@ def cuts(pairs: int, experts: int) -> tuple[Cut, Cut]:
     if mean <= 12:
         return Cut(16, 64, 4, 4), Cut(16, 128, 4, 4)
     if mean <= 48:
-        return Cut(32, 64, 4, 3), Cut(32, 128, 4, 3)
+        return Cut(64, 64, 8, 3), Cut(64, 128, 4, 3)
     return Cut(128, 64, 4, 2), Cut(128, 128, 4, 2)
 
 

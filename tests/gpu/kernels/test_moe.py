@@ -41,9 +41,13 @@ def batch(tokens: int, h: int, experts: int, top: int = 4, seed: int = 1):
 def reference(x, w13, w2, ids, weights, lora=None, slots=None, rounded=False):
     """fp64, differentiable in x, weights and adapters (any dtype).
 
-    `rounded`: gate and up are rounded to bf16, as the operation has it, with the gradient passing through. Without that, values next to
-    the clamp fall on its other side, and their gradients are none instead of all.
+    `rounded`: gate, up and A x are rounded to bf16, as the operation has it, with the gradient passing through. Without that, values
+    next to the clamp fall on its other side, and their gradients are none instead of all.
     """
+
+    def bf16(t):
+        return t + (t.bfloat16().double() - t).detach() if rounded else t
+
     dense13, dense2 = nvfp4.dequantize(w13).double(), nvfp4.dequantize(w2).double()
     out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     slots = torch.zeros(len(x), dtype=torch.int64, device="cuda") if slots is None else slots
@@ -52,16 +56,14 @@ def reference(x, w13, w2, ids, weights, lora=None, slots=None, rounded=False):
         if lora is None or pair is None:
             return 0
         masks = [(slots[where] == s).double()[:, None] for s in range(len(pair.a))]
-        return sum(m * (xs @ pair.a[s, e].double().mT @ pair.b[s, e].double().mT) for s, m in enumerate(masks))
+        return sum(m * (bf16(xs @ pair.a[s, e].double().mT) @ pair.b[s, e].double().mT) for s, m in enumerate(masks))
 
     gates, ups, downs = lora or (None, None, None)
     for e in range(len(dense13)):
         token, choice = (ids == e).nonzero(as_tuple=True)
         xs = x[token].double()
         gate, up = (xs @ dense13[e].mT).chunk(2, dim=1)
-        gate, up = gate + delta(gates, xs, e, token), up + delta(ups, xs, e, token)
-        if rounded:
-            gate, up = (t + (t.bfloat16().double() - t).detach() for t in (gate, up))
+        gate, up = bf16(gate + delta(gates, xs, e, token)), bf16(up + delta(ups, xs, e, token))
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         act = gate * torch.sigmoid(1.702 * gate) * (up + 1)
         y = act @ dense2[e].mT + delta(downs, act, e, token)
