@@ -36,6 +36,7 @@ from .moe import ExpertLoRA, moe
 HIDDEN, WIDTH, EXPERTS, TOP, RANK = 6144, 3072, 128, 4, 32
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 TRAINED = 8192
+LINEAR_TOKENS = (1, 64, 1024)
 LINEARS = {"qkv": (9216, 6144), "o": (6144, 8192), "shared gate and up": (6144, 6144), "shared down": (6144, 3072)}
 ACT = SwiGLU()
 
@@ -214,7 +215,7 @@ def training_lines(dense: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
     return lines
 
 
-def linear_lines(tokens: tuple[int, ...], ceiling: dict[str, float]) -> list[dict[str, Any]]:
+def linear_lines(ceiling: dict[str, float]) -> list[dict[str, Any]]:
     """MXFP8 linear layers, rotated over copies larger than the cache, against bf16."""
     lines = []
     for name, (n, k) in LINEARS.items():
@@ -222,7 +223,7 @@ def linear_lines(tokens: tuple[int, ...], ceiling: dict[str, float]) -> list[dic
         dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(copies)]
         packed = [pack_linear(mxfp8.quantize(w)) for w in dense]
         lora = [LoRA(torch.randn(1, RANK, k, device="cuda").bfloat16(), torch.randn(1, n, RANK, device="cuda").bfloat16()) for _ in dense]
-        for count in tokens:
+        for count in LINEAR_TOKENS:
             x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
             with torch.no_grad():
                 times = {
@@ -282,7 +283,7 @@ def run(
     result["training"] = [] if "training" in skip else training_lines(dense)
     del dense
     save(result)
-    result["linear"] = [] if "linear" in skip else linear_lines(tokens, ceiling)
+    result["linear"] = [] if "linear" in skip else linear_lines(ceiling)
     save(result)
     return result
 
