@@ -87,6 +87,12 @@ def check_experts() -> None:
     zero = ExpertLoRA(*(LoRA(p.a, torch.zeros_like(p.b)) for p in lora))
     if not torch.equal(moe_fused.fused_experts(x, *tiles, ids, weights, act, zero, slots, False), base):
         raise SystemExit("an adapter with B zero moves bits")
+    for pair in (broken := ExpertLoRA(*(LoRA(*(t.clone() for t in p)) for p in lora))):
+        pair.a[1], pair.b[1] = float("nan"), float("inf")
+    mine = slots < 1  # tokens of the other slot, or of none, in the same tiles
+    whole, beside = (moe_fused.fused_experts(x, *tiles, ids, weights, act, one, slots, False)[mine] for one in (lora, broken))
+    if not torch.equal(whole, beside):
+        raise SystemExit("a broken adapter reaches the tokens of another")
     names = ("x", "weights", *(f"{p}.{m}" for p in ("gate", "up", "down") for m in "ab"))
     results = []
     for fused, recompute in ((False, False), (True, False), (True, True)):
