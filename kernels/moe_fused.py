@@ -12,7 +12,8 @@ from torch import Tensor
 from .activation import SwiGLU
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
-from .triton_moe import Plan, combine, cuts, group, weight_product
+from .triton_group import Plan, combine, group
+from .triton_moe import cuts, weight_product
 from .triton_moe_grad import back_cut, back_product, outer_product, rank_product, swiglu_back
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
-from .triton_moe import Cut, linear_plan, weight_product
+from .triton_group import linear_plan
+from .triton_moe import Cut, weight_product
 from .triton_moe_grad import BackCut, back_product, outer_product, rank_product
 
 
