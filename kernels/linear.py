@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.quant import mxfp8, nvfp4
+from samebits.quant.blocks import fast_path
 from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
+
+from .linear_tiles import MXFP8Tiles, unpack_linear
 
 FrozenWeight = Tensor | NVFP4Tensor | MXFP8Tensor
 
@@ -133,8 +136,17 @@ def adapter_rows(adapter_ids: Tensor | None) -> list[tuple[int, Tensor | None]]:
     return [(s, (adapter_ids == s).nonzero().flatten()) for s in slots if s >= 0]
 
 
-def lora_linear(x: Tensor, weight: FrozenWeight, lora: LoRA | None = None, adapter_ids: Tensor | None = None) -> Tensor:
-    """Frozen linear with adapter: x [T, K] to [T, N] in x's dtype. See the module docstring for the arithmetic."""
+def lora_linear(x: Tensor, weight: FrozenWeight | MXFP8Tiles, lora: LoRA | None = None, adapter_ids: Tensor | None = None) -> Tensor:
+    """Frozen linear with adapter: x [T, K] to [T, N] in x's dtype. See the module docstring for the arithmetic.
+
+    `MXFP8Tiles` with x in bf16 on CUDA take the Triton kernels of `triton_linear`; anywhere else they are unpacked first.
+    """
+    if isinstance(weight, MXFP8Tiles):
+        if x.dtype is torch.bfloat16 and fast_path(x) and len(x):
+            from .triton_linear import fused_linear
+
+            return fused_linear(x, weight, lora, adapter_ids)
+        weight = unpack_linear(weight)
     return lora_sum(x, weight, lora, adapter_ids).to(x.dtype)
 
 

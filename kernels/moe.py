@@ -11,8 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.quant.activations import round_trip
+from samebits.quant.blocks import fast_path
+
 from .activation import SwiGLU, swiglu_oai_halves
-from .linear import FrozenWeight, LoRA, lora_sum, select, split
+from .expert_tiles import NVFP4Tiles, unpack_experts
+from .linear import FrozenWeight, LoRA, add_lora, frozen_linear, lora_sum, select, split
 
 
 class ExpertLoRA(NamedTuple):
@@ -21,6 +25,17 @@ class ExpertLoRA(NamedTuple):
     gate: LoRA | None
     up: LoRA | None
     down: LoRA | None
+
+
+class W4A4(NamedTuple):
+    """NVFP4 activations, as a Blackwell engine's experts take them: the static input scale (fp32 scalar) of each GEMM, None per token.
+
+    What a GEMM of the base sees is x quantized as `quant.activations` says, code for code; the products are summed in fp32, in another
+    order than on Blackwell's tensor cores. The adapter sees x itself. Gradients pass the quantization straight through.
+    """
+
+    w13: Tensor | None = None
+    w2: Tensor | None = None
 
 
 def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -42,26 +57,38 @@ def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
 
 def moe(
     x: Tensor,
-    w13: FrozenWeight,
-    w2: FrozenWeight,
+    w13: FrozenWeight | NVFP4Tiles,
+    w2: FrozenWeight | NVFP4Tiles,
     ids: Tensor,
     weights: Tensor,
     activation: SwiGLU,
     lora: ExpertLoRA | None = None,
     adapter_ids: Tensor | None = None,
+    recompute: bool = False,
+    w4a4: W4A4 | None = None,
 ) -> Tensor:
     """Routed experts: sum over k of weights[t, k] * expert_{ids[t, k]}(x[t]), in ascending order of expert.
 
     Args:
         x: [T, H].
-        w13: stack [E, 2I, H], gate rows first. w2: stack [E, H, I]. Dense, or packed NVFP4 with one global scale an expert.
+        w13: stack [E, 2I, H], gate rows first. w2: stack [E, H, I]. Dense, or packed NVFP4 with one global scale an expert. Given as
+            `NVFP4Tiles` and with x in bf16 on CUDA, the Triton kernels of `triton_moe` do the work, and a token's result does not
+            depend on its batch; anywhere else tiles are unpacked first.
         ids: int [T, k] expert ids. weights: fp32 [T, k].
         lora: adapter slots, or None. adapter_ids: int [T] slot of each token (-1: base), None: slot 0 for all.
+        recompute: keep less for the backward and compute gate and up again there (Triton kernels only).
+        w4a4: emulate NVFP4 activations, on any device, in torch.
     Returns:
         [T, H] in x's dtype, summed in fp32. Gradients go to x, weights and the adapter.
     """
     if not len(x):
         return torch.zeros_like(x)
+    if isinstance(w13, NVFP4Tiles):
+        if w4a4 is None and x.dtype is torch.bfloat16 and fast_path(x):
+            from .moe_fused import fused_experts
+
+            return fused_experts(x, w13, w2, ids, weights, activation, lora, adapter_ids, recompute)
+        w13, w2 = unpack_experts(w13), unpack_experts(w2)
     k = ids.shape[1]
     ids, slot = ids.sort(dim=-1, stable=True)
     # One sort groups the (token, k) pairs by expert; within an expert, tokens stay in order.
@@ -76,11 +103,11 @@ def moe(
     parts = []
     for e, xs, ad in zip(experts.tolist(), rows, slots, strict=True):
         gate, up = (
-            lora_sum(xs, w, pair[e] if pair else None, ad).to(x.dtype)
+            _project(xs, w, pair[e] if pair else None, ad, w4a4 and (w4a4.w13,)).to(x.dtype)
             for w, pair in zip(split(select(w13, e), 2), (gates, ups), strict=True)
         )
         act = swiglu_oai_halves(gate, up, activation).to(x.dtype)
-        parts.append(lora_sum(act, select(w2, e), downs[e] if downs else None, ad))
+        parts.append(_project(act, select(w2, e), downs[e] if downs else None, ad, w4a4 and (w4a4.w2,)))
     # Back in token order, a token's k results are added one after the other: the same order on every device, which an
     # atomic scatter would not keep.
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -89,6 +116,17 @@ def moe(
     for i in range(1, k):
         out = out + y[:, i]
     return out.to(x.dtype)
+
+
+def _project(
+    x: Tensor, weight: FrozenWeight, lora: LoRA | None, adapter_ids: Tensor | None, rounded: tuple[Tensor | None] | None
+) -> Tensor:
+    """`lora_sum`, where `rounded` with the base seeing NVFP4 activations under that static scale (or per token)."""
+    if rounded is None:
+        return lora_sum(x, weight, lora, adapter_ids)
+    # In fp32 a quantized value is exact, and so is its product with a weight's code.
+    out = frozen_linear(round_trip(x.float(), *rounded), weight)
+    return out if lora is None else add_lora(out, x, lora, adapter_ids)
 
 
 def _by_expert(lora: LoRA | None) -> list[LoRA]:

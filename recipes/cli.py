@@ -1,4 +1,4 @@
-"""The command line of samebits: train, eval, serve, verify, report, quantize, plan, tiny-m3.
+"""The command line of samebits: train, eval, serve, verify, report, quantize, plan, bench, tiny-m3.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .bench_cli import bench_app
 from .evaluate_cli import evaluate
 from .plan_cli import plan_app
 from .serve_cli import serve
@@ -30,6 +31,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(verify_app, name="verify")
 app.command("eval")(evaluate)
 app.command("serve")(serve)
+app.add_typer(bench_app, name="bench")
 console = Console()
 
 

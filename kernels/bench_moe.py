@@ -1,0 +1,310 @@
+"""Speed of the routed experts and of MXFP8 linear layers at MiniMax-M3's shape: `python -m samebits.kernels.bench_moe --json FILE`.
+
+One run, on one CUDA device, holds everything it compares: samebits with and without rank-32 adapters on all experts; bf16 experts through
+`torch.nn.functional.grouped_mm`; one dense bf16 product of the same size; vLLM's NVFP4 Marlin experts with and without its LoRA kernels
+where vLLM is installed, and their absence where it is not. Every forward is timed as replays of a CUDA graph over several batches with
+routes of their own (uniform, drawn at random), median of replays; the training step with events. Floors: the bytes of the experts that
+were hit over the speed of a device copy, and the operations over the speed of an 8192^3 bf16 product, both measured in the run.
+
+Needs torch and Triton alone. Exit code 1 when a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samebits.quant import mxfp8, nvfp4
+from samebits.quant.bench import machine
+
+from .activation import SwiGLU, swiglu_oai_halves
+from .expert_tiles import NVFP4Tiles, pack_experts
+from .linear import LoRA, lora_linear
+from .linear_tiles import pack_linear
+from .moe import ExpertLoRA, moe
+
+HIDDEN, WIDTH, EXPERTS, TOP, RANK = 6144, 3072, 128, 4, 32
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+TRAINED = 8192
+LINEAR_TOKENS = (1, 64, 1024)
+LINEARS = {"qkv": (9216, 6144), "o": (6144, 8192), "shared gate and up": (6144, 6144), "shared down": (6144, 3072)}
+ACT = SwiGLU()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--skip", nargs="*", default=[], choices=("peers", "training", "linear"), help="parts to leave out")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("samebits: needs a CUDA GPU", file=sys.stderr)
+        return 2
+    result = run(tuple(args.tokens), set(args.skip), lambda r: args.json and args.json.write_text(json.dumps(r, indent=1) + "\n"))
+    show(result)
+    return 0 if result["right"] else 1
+
+
+def graph_us(calls: list[Callable[[], Any]], budget_ms: float = 80) -> float:
+    """Median microseconds of one of `calls`, replayed one after the other in a CUDA graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return _median_us(graph.replay, budget_ms) / len(calls)
+
+
+def _median_us(call: Callable[[], Any], budget_ms: float) -> float:
+    def once() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    once()
+    repeat = max(5, min(60, int(budget_ms / once())))
+    return statistics.median(once() for _ in range(repeat)) * 1e3
+
+
+def ceilings() -> dict[str, float]:
+    """Copy bandwidth in GB/s (bytes read and written) and TFLOP/s of a dense bf16 product."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / _median_us(lambda: target.copy_(source), 60) / 1e3
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return {"copy_gb_s": copy, "dense_tflop_s": 2 * 8192**3 / _median_us(lambda: a @ b, 60) / 1e6}
+
+
+def random_tiles(n: int, k: int) -> NVFP4Tiles:
+    """EXPERTS matrices [n, k] of random codes, values about 1 / sqrt(k)."""
+    codes = torch.randint(-(2**31), 2**31, (EXPERTS, k // 128, n, 16), dtype=torch.int32, device="cuda")
+    scales = torch.randint(120, 136, (EXPERTS, k // 128, n, 8), dtype=torch.uint8, device="cuda").view(torch.int64)[..., 0]
+    return NVFP4Tiles(codes, scales.contiguous(), torch.full((EXPERTS,), 1 / (120 * k**0.5), device="cuda"), k)
+
+
+def random_adapters(b_size: float = 0.1) -> ExpertLoRA:
+    """One slot for all experts."""
+
+    def pair(n: int, k: int) -> LoRA:
+        a = torch.randn(1, EXPERTS, RANK, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+        return LoRA(a, torch.randn(1, EXPERTS, n, RANK, device="cuda", dtype=torch.bfloat16) * b_size)
+
+    return ExpertLoRA(pair(WIDTH, HIDDEN), pair(WIDTH, HIDDEN), pair(HIDDEN, WIDTH))
+
+
+def batches(tokens: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """x, ids and weights of uniformly routed tokens."""
+    made = []
+    for _ in range(count):
+        weights, ids = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP, dim=1)
+        made.append((torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), ids, weights.softmax(1)))
+    return made
+
+
+def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, lora: ExpertLoRA | None = None) -> Tensor:
+    """bf16 experts [E, N, K] through torch's grouped product, adapters as products of their own: how a trainer does it today."""
+    grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    ends = torch.zeros(EXPERTS, dtype=torch.int32, device=x.device).index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    ends = ends.cumsum(0).to(torch.int32)
+
+    def project(rows: Tensor, weight: Tensor) -> Tensor:
+        return grouped(rows, weight.transpose(-2, -1), offs=ends)
+
+    def adapt(rows: Tensor, pair: LoRA) -> Tensor:
+        return project(project(rows, pair.a[0]), pair.b[0])
+
+    rows = x[order // TOP]
+    gate, up = project(rows, w13).chunk(2, dim=1)
+    if lora:
+        gate, up = gate + adapt(rows, lora.gate), up + adapt(rows, lora.up)
+    act = swiglu_oai_halves(gate, up, ACT).to(x.dtype)
+    y = project(act, w2)
+    if lora:
+        y = y + adapt(act, lora.down)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return (y[place].unflatten(0, ids.shape) * weights[..., None]).sum(1).to(x.dtype)
+
+
+EXPERT_FLOP = 2 * 3 * HIDDEN * WIDTH  # a pair's
+EXPERT_BYTES = 3 * HIDDEN * WIDTH * 9 // 16  # an expert's: half a byte a value, a byte of scale for sixteen
+ADAPTER_BYTES = 3 * RANK * (HIDDEN + WIDTH) * 2
+
+
+def expert_lines(tokens: tuple[int, ...], ceiling: dict[str, float], dense: tuple[Tensor, Tensor] | None) -> list[dict[str, Any]]:
+    """Forward times. `dense`: bf16 experts for the peers."""
+    w13, w2, lora = random_tiles(2 * WIDTH, HIDDEN), random_tiles(HIDDEN, WIDTH), random_adapters()
+    lines = []
+    for count in tokens:
+        made = batches(count, 8 if count <= 256 else 3)
+        hit = statistics.mean(len(ids.unique()) for _, ids, _ in made)
+        calls: dict[str, Callable[..., Any]] = {
+            "samebits": lambda x, ids, w: moe(x, w13, w2, ids, w, ACT),
+            "samebits, LoRA": lambda x, ids, w: moe(x, w13, w2, ids, w, ACT, lora),
+        }
+        if dense is not None:
+            calls["torch grouped_mm bf16"] = lambda x, ids, w: grouped_experts(x, *dense, ids, w)
+            calls["torch grouped_mm bf16, LoRA"] = lambda x, ids, w: grouped_experts(x, *dense, ids, w, lora)
+            pairs = torch.randn(count * TOP, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            calls["one dense bf16 expert for all pairs"] = lambda x, ids, w, pairs=pairs: F.linear(
+                F.linear(pairs, dense[0][0])[:, :WIDTH], dense[1][0]
+            )
+        for name, call in calls.items():
+            with torch.no_grad():
+                us = graph_us([lambda batch=batch, call=call: call(*batch) for batch in made])
+            moved = hit * (EXPERT_BYTES + (ADAPTER_BYTES if "LoRA" in name else 0)) if "samebits" in name else None
+            line = {"tokens": count, "experts_hit": hit, "name": name, "us": us, "tflop_s": count * TOP * EXPERT_FLOP / us / 1e6}
+            line["floor_flop_us"] = count * TOP * EXPERT_FLOP / ceiling["dense_tflop_s"] / 1e6
+            if moved:
+                line |= {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"], "floor_bytes_us": moved / ceiling["copy_gb_s"] / 1e3}
+            lines.append(line)
+    return lines
+
+
+def training_lines(dense: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
+    """Forward and backward of one layer (x, router weights, adapters), with what it holds."""
+    lora = ExpertLoRA(*(LoRA(*(t.requires_grad_() for t in pair)) for pair in random_adapters()))
+    w13, w2 = random_tiles(2 * WIDTH, HIDDEN), random_tiles(HIDDEN, WIDTH)
+    x, ids, weights = batches(TRAINED, 1)[0]
+    x.requires_grad_()
+    weights.requires_grad_()
+    grad = torch.randn_like(x)
+    leaves = [x, weights, *(t for pair in lora for t in pair)]
+    calls = {
+        "samebits": lambda: moe(x, w13, w2, ids, weights, ACT, lora),
+        "samebits, recompute": lambda: moe(x, w13, w2, ids, weights, ACT, lora, recompute=True),
+        "torch grouped_mm bf16": lambda: grouped_experts(x, *dense, ids, weights, lora),
+    }
+    lines = []
+    for name, call in calls.items():
+        packed = "samebits" in name
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        forward = _median_us(call, 200)
+        us = _median_us(lambda call=call: torch.autograd.grad(call(), leaves, grad), 400)
+        weight_bytes = sum(t.nbytes for t in (*w13[:3], *w2[:3])) if packed else sum(t.nbytes for t in dense)
+        lines.append(
+            {
+                "tokens": TRAINED,
+                "name": f"forward and backward, {name}",
+                "us": us,
+                "forward_us": forward,
+                "tflop_s": 2 * TRAINED * TOP * EXPERT_FLOP / us / 1e6,
+                "weight_gib": weight_bytes / 2**30,
+                "peak_gib_above_weights": (torch.cuda.max_memory_allocated() - held) / 2**30,
+            }
+        )
+    return lines
+
+
+def linear_lines(ceiling: dict[str, float]) -> list[dict[str, Any]]:
+    """MXFP8 linear layers, rotated over copies larger than the cache, against bf16."""
+    lines = []
+    for name, (n, k) in LINEARS.items():
+        copies = max(2, 256 * 2**20 // (n * k))
+        dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(copies)]
+        packed = [pack_linear(mxfp8.quantize(w)) for w in dense]
+        lora = [LoRA(torch.randn(1, RANK, k, device="cuda").bfloat16(), torch.randn(1, n, RANK, device="cuda").bfloat16()) for _ in dense]
+        for count in LINEAR_TOKENS:
+            x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
+            with torch.no_grad():
+                times = {
+                    "samebits": graph_us([lambda w=w, x=x: lora_linear(x, w) for w in packed]),
+                    "samebits, LoRA": graph_us([lambda w=w, a=a, x=x: lora_linear(x, w, a) for w, a in zip(packed, lora, strict=True)]),
+                    "torch bf16": graph_us([lambda w=w, x=x: F.linear(x, w) for w in dense]),
+                }
+            for side, us in times.items():
+                moved = n * k * (2 if "bf16" in side else 33 / 32) + 2 * count * (n + k)
+                line = {"tokens": count, "name": f"{name} {n} x {k}, {side}", "us": us, "tflop_s": 2 * count * n * k / us / 1e6}
+                lines.append(line | {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"]})
+    return lines
+
+
+def check() -> bool:
+    """A few tokens at full width against fp64 from the dequantised weights."""
+    g = torch.Generator("cuda").manual_seed(0)
+    w13 = nvfp4.quantize(torch.randn(4, 2 * WIDTH, HIDDEN, device="cuda", generator=g) / HIDDEN**0.5)
+    w2 = nvfp4.quantize(torch.randn(4, HIDDEN, WIDTH, device="cuda", generator=g) / WIDTH**0.5)
+    x = torch.randn(9, HIDDEN, device="cuda", generator=g).bfloat16()
+    ids, weights = torch.arange(4, device="cuda").repeat(9, 1), torch.rand(9, 4, device="cuda", generator=g)
+    want = torch.zeros(9, HIDDEN, dtype=torch.float64, device="cuda")
+    for e in range(4):
+        gate, up = (x.double() @ nvfp4.dequantize(w13)[e].double().mT).chunk(2, dim=1)
+        act = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+        want += (act @ nvfp4.dequantize(w2)[e].double().mT) * weights[:, e, None]
+    have = moe(x, pack_experts(w13), pack_experts(w2), ids, weights, ACT).double()
+    return bool((have - want).norm() < 5e-3 * want.norm())
+
+
+def run(
+    tokens: tuple[int, ...] = TOKENS,
+    skip: set[str] | frozenset[str] = frozenset(),
+    save: Callable[[dict[str, Any]], Any] = lambda result: None,
+) -> dict[str, Any]:
+    """All figures. `skip`: any of peers, training, linear. `save` gets what there is after each part."""
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **machine("cuda")}
+    result["shape"] = {"hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS, "top": TOP, "rank": RANK}
+    result["right"] = check()
+    result["ceilings"] = ceiling = ceilings()
+    dense = None
+    if not {"peers", "training"} <= skip:
+        dense = tuple(torch.empty(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16) for n, k in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        for w in dense:
+            for e in range(EXPERTS):
+                w[e].normal_(0, w.shape[-1] ** -0.5)
+    result |= {"experts": [], "training": [], "linear": [], "absent": []}
+    result["experts"] = expert_lines(tokens, ceiling, None if "peers" in skip else dense)
+    save(result)
+    if "peers" not in skip:
+        from .bench_vllm import marlin_lines
+
+        lines, why_not = marlin_lines(tokens, batches, random_adapters())
+        result["experts"] += lines
+        result["absent"] += [why_not] if why_not else []
+    result["training"] = [] if "training" in skip else training_lines(dense)
+    del dense
+    save(result)
+    result["linear"] = [] if "linear" in skip else linear_lines(ceiling)
+    save(result)
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what was found."""
+    print(" · ".join(str(v) for v in result["machine"].values()), "·", ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
+    print("copy {copy_gb_s:.0f} GB/s, dense bf16 {dense_tflop_s:.0f} TFLOP/s".format(**result["ceilings"]))
+    for part in ("experts", "training", "linear"):
+        for line in result[part]:
+            text = f"{line['tokens']:5d} {line['name']:52s} {line['us']:9.1f} us {line['tflop_s']:6.0f} TFLOP/s"
+            if "of_copy" in line:
+                text += f" {100 * line['of_copy']:4.0f} % of copy"
+            if "weight_gib" in line:
+                text += f"  forward {line['forward_us']:.0f} us, weights {line['weight_gib']:.2f} GiB"
+                text += f", {line['peak_gib_above_weights']:.2f} GiB more at most"
+            print(text)
+    for text in result["absent"]:
+        print(f"absent: {text}")
+    print("results are right" if result["right"] else "results are WRONG")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

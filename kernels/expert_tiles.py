@@ -1,0 +1,112 @@
+"""NVFP4 expert matrices in the order in which the Hopper kernels read them: an exact, reversible permutation of their bits.
+
+A chunk is 128 consecutive inputs (K) of one output row: 8 planes of 16, and a plane is one block of NVFP4, so it has one scale.
+    codes   int32 [E, chunks, N, 16]: word c of a row holds input c of each of the 8 planes
+    scales  int64 [E, chunks, N]: byte j (little endian) is the scale of plane j
+A row's chunk is 64 + 8 bytes, neighbouring rows are neighbours in memory, and the 16 words of a row are what one matrix instruction of
+depth 16 takes, plane after plane: nothing is shuffled between threads.
+
+Within a word, the low half holds planes 0..3 and the high half planes 4..7, the bits placed so that a shift and a mask leave a sign
+at bit 15 and a magnitude at bits 8..6 of each half, which read as bf16 are the E2M1 value times 2^-126:
+    bit     15  14  13  12  11..9  8..6  5..3  2..0
+    plane   0s  2s  3s  1s  3      0     1     2        (s: sign; plus 4 in the high half)
+A scale is kept as unsigned E5M3 (value 1.mmm * 2^(eeeee - 10), byte 0 for zero), in which every E4M3 scale is a normal number.
+
+The bits of canonical tensors come back with `unpack_experts`, so that digests are taken of those.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samebits.quant.nvfp4 import NVFP4Tensor
+
+CHUNK, PLANES, BLOCK = 128, 8, 16
+# Of planes 0..3 in a half: where the lowest magnitude bit and the sign bit go.
+MAGNITUDE_AT, SIGN_AT = (6, 3, 0, 9), (15, 12, 14, 13)
+
+
+class NVFP4Tiles(NamedTuple):
+    """A stack of NVFP4 matrices [E, N, K] in the kernels' order. Inputs beyond `inputs` pad the last chunk with zeros."""
+
+    codes: Tensor  # int32 [E, ceil(K / 128), N, 16]
+    scales: Tensor  # int64 [E, ceil(K / 128), N]
+    global_scale: Tensor  # fp32 [E]
+    inputs: int  # K
+
+
+@lru_cache(maxsize=1)
+def _scale_bytes() -> tuple[Tensor, Tensor]:
+    """E4M3 byte to E5M3 byte (-1 where there is none: NaN and negative) and back, int16 [256] each, on the CPU."""
+    there = torch.full((256,), -1, dtype=torch.int16)
+    there[0] = 0
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for byte in range(1, 0x7F):
+        fraction, exponent = torch.frexp(values[byte])  # fraction in [0.5, 1)
+        there[byte] = (int(exponent) - 1 + 10) * 8 + int(fraction * 16) - 8
+    back = torch.full((256,), -1, dtype=torch.int16)
+    back[there[:0x7F].long()] = torch.arange(0x7F, dtype=torch.int16)
+    return there, back
+
+
+def pack_experts(weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
+    """Reorder a stack of NVFP4 matrices [E, N, K] with one global scale each.
+
+    Raises `ValueError` with `name` for what the kernels cannot read: a shape that is no such stack, a scale that is NaN or negative, a
+    scale of zero over codes that are not.
+    """
+    codes, scales, g = weight
+    if codes.dim() != 3 or g.shape != codes.shape[:1]:
+        raise ValueError(f"{name}: needs a stack [E, N, K] with a global scale for each, got {tuple(codes.shape)} and {tuple(g.shape)}")
+    experts, n, half = codes.shape
+    k, chunks = 2 * half, -(-2 * half // CHUNK)
+    there = _scale_bytes()[0].to(codes.device)
+    words = torch.empty(experts, chunks, n, BLOCK, dtype=torch.int32, device=codes.device)
+    bytes8 = torch.empty(experts, chunks, n, dtype=torch.int64, device=codes.device)
+    bad = torch.zeros(2, dtype=torch.bool, device=codes.device)
+    for e in range(experts):  # one matrix at a time: the nibbles take eight times its bytes
+        nibbles = torch.stack((codes[e] & 15, codes[e] >> 4), dim=-1).view(n, -1)
+        scale = there[scales[e].int()]
+        bad[0] |= (scale < 0).any()
+        bad[1] |= ((scale == 0) & ((nibbles.view(n, -1, BLOCK) & 7) != 0).any(-1)).any()
+        nibbles = F.pad(nibbles, (0, chunks * CHUNK - k)).view(n, chunks, PLANES, BLOCK).int()
+        magnitude, sign = nibbles & 7, nibbles >> 3
+        word = torch.zeros(n, chunks, BLOCK, dtype=torch.int32, device=codes.device)
+        for plane in range(PLANES):
+            up = plane // 4 * 16
+            word |= magnitude[:, :, plane] << (MAGNITUDE_AT[plane % 4] + up)
+            word |= sign[:, :, plane] << (SIGN_AT[plane % 4] + up)
+        words[e] = word.transpose(0, 1)
+        scale = F.pad(scale, (0, chunks * PLANES - k // BLOCK)).to(torch.uint8).view(n, chunks, PLANES)
+        bytes8[e] = scale.flatten().view(torch.int64).view(n, chunks).t()
+    if (g > 2.0**100).any():
+        raise ValueError(f"{name}: a global scale is beyond 2^100")
+    for problem, text in zip(bad.tolist(), ("a block scale is NaN or negative", "a block scale is 0 over codes that are not"), strict=True):
+        if problem:
+            raise ValueError(f"{name}: {text}")
+    return NVFP4Tiles(words, bytes8, g.float().contiguous(), k)
+
+
+def unpack_experts(tiles: NVFP4Tiles) -> NVFP4Tensor:
+    """The tensor that `pack_experts` was given, byte for byte."""
+    words, bytes8, g, k = tiles
+    experts, chunks, n, _ = words.shape
+    back = _scale_bytes()[1].to(words.device)
+    codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=words.device)
+    scales = torch.empty(experts, n, k // BLOCK, dtype=torch.uint8, device=words.device)
+    for e in range(experts):
+        planes = []
+        for plane in range(PLANES):
+            up = plane // 4 * 16
+            magnitude = words[e] >> (MAGNITUDE_AT[plane % 4] + up) & 7
+            planes.append(magnitude | (words[e] >> (SIGN_AT[plane % 4] + up) & 1) << 3)
+        nibbles = torch.stack(planes, dim=-2).to(torch.uint8).transpose(0, 1).reshape(n, chunks * CHUNK)[:, :k]
+        codes[e] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+        scale = bytes8[e].t().flatten().view(torch.uint8).view(n, -1)[:, : k // BLOCK]
+        scales[e] = back[scale.int()].to(torch.uint8)
+    return NVFP4Tensor(codes, scales, g)
