@@ -169,7 +169,7 @@ def test_shipped_recipes_state_only_what_differs():
     for name in SHIPPED[1:]:
         text = (RECIPES / f"{name}.yaml").read_text()
         assert "base: dapo_math.yaml" in text and len(text.splitlines()) < 30
-    assert {p.stem for p in RECIPES.glob("*.yaml")} == {*SHIPPED, "base", "dapo_math", "models", "hardware"}
+    assert {p.stem for p in RECIPES.glob("*.yaml")} == {*SHIPPED, "base", "dapo_math", "models", "hardware", "serving"}
 
 
 @pytest.mark.parametrize(
