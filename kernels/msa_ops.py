@@ -1,0 +1,180 @@
+"""MSA as an engine and a trainer call it: `index_topk`, `sparse_attention`, one signature each, over paged or packed keys.
+
+On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
+elsewhere the torch reference of `kernels.msa`, request by request. A result depends on its own query and its own keys alone: it is
+bitwise the same alone or in any batch, as one token or as one of many, from pages or from packed tensors of the same values.
+
+**Batch.** T query tokens of R requests, the tokens of a request consecutive. Each has its position; the keys at positions 0 to its own are the
+request's cache, or, in training, the packed tokens themselves. Chunked prefill, decode with several tokens and training are all of this
+form.
+
+**Pages.** A cache is told by its tensor: uint8 are NVFP4 pages (`quant.kv`), bf16 or E4M3 (scale 1) are pages [pages, G, 128, 2 D], K then
+V along the last dimension, and [pages, 128, D] for index keys, as vLLM lays out MiniMax-M3's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.quant import kv
+from samebits.quant.blocks import fast_path
+
+from . import msa
+from .msa import SparseConfig
+
+DIM, BLOCK, HEADS_A_GROUP = 128, 128, 16
+
+
+class Batch(NamedTuple):
+    """Which query tokens there are."""
+
+    start: Tensor  # int32 [R + 1], first token of each request, then T
+    request: Tensor  # int32 [T], request of each token
+    position: Tensor  # int32 [T], absolute position; -1 for padding, for which nothing is chosen and zeros come out
+    most: int  # no request has more tokens
+
+
+class Pages(NamedTuple):
+    """A paged cache of one layer: main KV, or index keys."""
+
+    data: Tensor
+    table: Tensor  # int32 [R, blocks], page of each block of a request; entries past its last key may be anything
+
+
+class Packed(NamedTuple):
+    """Keys of a packed batch: [T, G, D] each, or index keys [T, D] with `values` None."""
+
+    keys: Tensor
+    values: Tensor | None
+    start: Tensor  # int32 [R], first token of each request
+    blocks: int  # no request has more blocks of keys
+
+
+def batch_of(new: list[int], total: list[int] | None = None, device: torch.device | str = "cpu") -> Batch:
+    """Batch in which request r has `new[r]` query tokens, the last of its `total[r]` (default: of `new[r]`) tokens."""
+    total = new if total is None else total
+    start = [0]
+    for n in new:
+        start.append(start[-1] + n)
+    request = [r for r, n in enumerate(new) for _ in range(n)]
+    position = [p for n, end in zip(new, total, strict=True) for p in range(end - n, end)]
+
+    def ints(x: list[int]) -> Tensor:
+        return torch.tensor(x, dtype=torch.int32, device=device)
+
+    return Batch(ints(start), ints(request), ints(position), max(new, default=0))
+
+
+def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None = None) -> Tensor:
+    """Choose KV blocks: scores of the index heads against the shared index key, largest of each block, the best `config.topk` blocks.
+
+    Args:
+        index_q: bf16 or fp32 [T, G, D]. keys: index keys.
+        out: int32 [T, G, topk] to write to.
+    Returns:
+        int32 [T, G, topk]: ascending block ids, then -1. Ties go to the lower block. Scores are fp32.
+    """
+    if _kernels_take(index_q, config.block):
+        from . import triton_msa
+
+        return triton_msa.index_topk(index_q, keys, batch, config, out)
+    groups = index_q.shape[1]
+    chosen = torch.full((*index_q.shape[:2], config.topk), -1, dtype=torch.int32, device=index_q.device) if out is None else out.fill_(-1)
+    for r, rows, q_pos in _requests(batch):
+        k = _index_keys(keys, r, int(q_pos.max()) + 1, index_q.shape[2])
+        chosen[rows] = msa.select_blocks(index_q[None, rows], k[None], q_pos[None].long(), config)[0]
+    assert chosen.shape[1] == groups
+    return chosen
+
+
+def sparse_attention(
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, workspace: Workspace | None = None
+) -> Tensor:
+    """Causal attention of every query to its chosen blocks.
+
+    Args:
+        q: bf16 [T, H, D]. chosen: int32 [T, G, topk] from `index_topk` (or replayed): block ids, -1 only after them.
+        workspace: memory that successive calls on one stream share; without one each call allocates what it needs.
+    Returns:
+        [T, H, D] in q's dtype.
+    """
+    if _kernels_take(q, BLOCK) and q.shape[1] // chosen.shape[1] <= HEADS_A_GROUP:
+        from . import triton_msa
+
+        return triton_msa.sparse_attention(q, cache, chosen, batch, scale, workspace)
+    out = torch.zeros_like(q)
+    for r, rows, q_pos in _requests(batch):
+        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2])
+        args = (q[None, rows], k[None], v[None], q_pos[None].long(), scale, chosen[None, rows])
+        out[rows] = msa.attend(*args)[0]
+    return out
+
+
+class Workspace:
+    """Grows to the largest request and stays; the arrival counters are zero between calls."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`size` elements, zero when they are new."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size or kept.device != device:
+            kept = self._kept[name] = torch.zeros(size, dtype=dtype, device=device)
+        return kept
+
+
+def _kernels_take(q: Tensor, block: int) -> bool:
+    return fast_path(q) and q.shape[-1] == DIM and block == BLOCK and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def _requests(batch: Batch) -> list[tuple[int, slice, Tensor]]:
+    """(request, its token rows, their positions) of every request that has a token which is no padding."""
+    start = batch.start.tolist()
+    rows = [(r, slice(a, b)) for r, (a, b) in enumerate(itertools.pairwise(start)) if b > a]
+    return [(r, part, batch.position[part]) for r, part in rows if int(batch.position[part].max()) >= 0]
+
+
+def _slots(pages: Pages, request: int, length: int) -> Tensor:
+    """Slot (page * 128 + place) of the keys at positions 0 to `length` - 1."""
+    position = torch.arange(length, device=pages.table.device)
+    return pages.table[request].long()[position // BLOCK] * BLOCK + position % BLOCK
+
+
+def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int) -> Tensor:
+    """fp32 [length, D]."""
+    if isinstance(keys, Packed):
+        start = int(keys.start[request])
+        return keys.keys[start : start + length].float()
+    slots = _slots(keys, request, length)
+    if keys.data.dtype == torch.uint8:
+        return kv.read_index_pages(keys.data, slots, dim)
+    return _pick(keys.data.reshape(-1, dim), slots)
+
+
+def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, dim: int) -> tuple[Tensor, Tensor]:
+    """fp32 K and V [length, G, D]."""
+    if isinstance(cache, Packed):
+        start = int(cache.start[request])
+        return cache.keys[start : start + length].float(), cache.values[start : start + length].float()
+    slots = _slots(cache, request, length)
+    if cache.data.dtype == torch.uint8:
+        return kv.read_pages(cache.data, slots, dim)
+    places = slots[:, None] // BLOCK * groups + torch.arange(groups, device=slots.device)
+    both = _pick(cache.data.reshape(-1, 2 * dim), places * BLOCK + slots[:, None] % BLOCK)  # [length, G, 2 D]
+    return both[..., :dim], both[..., dim:]
+
+
+def _pick(rows: Tensor, at: Tensor) -> Tensor:
+    """fp32 rows; E4M3 as bytes, which can be indexed on every device."""
+    return rows.view(torch.uint8)[at].view(rows.dtype).float() if rows.dtype == torch.float8_e4m3fn else rows[at].float()
+
+
+def default_scale(dim: int = DIM) -> float:
+    """MiniMax-M3's softmax scale."""
+    return 1 / math.sqrt(dim)

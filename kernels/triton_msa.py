@@ -1,0 +1,226 @@
+"""Launches of the MSA kernels: shapes, strides, formats and how many programs; `kernels.msa_ops` says what they compute."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from .msa import SparseConfig
+from .msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Packed, Pages, Workspace
+from .triton_msa_attend import attend_kernel
+from .triton_msa_index import choose_kernel, score_kernel
+
+FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
+SLOT = 9216
+# Programs of the score kernel for each multiprocessor (one warp each): as many as are resident, so that there is one wave.
+SCORE_PROGRAMS = 11
+SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
+SCORE_TOKENS = 8  # query tokens of a program at most
+SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
+# Chunks of a query's places: part of the arithmetic, since sums are folded chunk by chunk. At least as many as there are warps to keep busy.
+CHUNKS = 8
+APART_ROWS = 132 * 8 * 4  # with fewer (chunk, token, group) than this, chunks have programs of their own
+
+
+def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
+    """`msa_ops.index_topk` on CUDA."""
+    tokens, groups, _ = index_q.shape
+    if out is None:
+        out = torch.empty(tokens, groups, config.topk, dtype=torch.int32, device=index_q.device)
+    blocks = _blocks(keys)
+    step = tokens
+    if tokens * groups * blocks > SCORE_MEMORY:
+        step = max(SCORE_TOKENS, SCORE_MEMORY // (groups * blocks))
+    for first in range(0, tokens, step):
+        part, request, rows = _part(batch, first, min(first + step, tokens))
+        scores = index_scores(index_q[rows], _rows_of(keys, request), part)
+        choose(scores, part.position, config, out[rows])
+    return out
+
+
+def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice, slice]:
+    """Tokens `first` to `end` - 1 of a batch, with all requests."""
+    if first == 0 and end == batch.position.numel():
+        return batch, slice(None), slice(None)
+    rows = slice(first, end)
+    start = (batch.start - first).clamp(0, end - first)
+    return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), slice(None), rows
+
+
+def _rows_of(keys: Pages | Packed, request: slice) -> Pages | Packed:
+    return keys
+
+
+def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None) -> Tensor:
+    """fp32 [T, G, blocks]: the largest score of each block up to the query's own; entries beyond are not written."""
+    tokens, groups, _ = index_q.shape
+    requests, blocks = batch.start.numel() - 1, _blocks(keys)
+    scores = torch.empty(tokens, groups, blocks, dtype=torch.float32, device=index_q.device)
+    if scores.numel() == 0:
+        return scores
+    data = keys.data if isinstance(keys, Pages) else keys.keys
+    form = FORMATS[data.dtype]
+    together = min(SCORE_TOKENS, triton.next_power_of_2(batch.most))
+    tiles = triton.cdiv(batch.most, together)
+    if programs is None:
+        programs = SCORE_PROGRAMS * _multiprocessors(index_q.device)
+    splits = max(1, min(blocks, programs // (requests * tiles)))
+    # Even shares: with 1024 blocks over 700 programs half would do two blocks and half one.
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    paged = isinstance(keys, Pages)
+    with torch.cuda.device(index_q.device) if index_q.is_cuda else _Nothing():
+        score_kernel[(splits, requests, tiles)](
+            index_q.contiguous(),
+            _plain(data),
+            keys.table if paged else keys.start,
+            batch.start,
+            batch.position,
+            scores,
+            data.stride(0) if paged else 0,
+            data.stride(-2) if form != 2 else 0,
+            keys.table.stride(0) if paged else 0,
+            blocks,
+            1,
+            G=groups,
+            TOKENS=together,
+            N=max(8, together * groups),
+            KEYS=SCORE_KEYS[form],
+            FORMAT=form,
+            PAGED=paged,
+            num_warps=1,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
+    return scores
+
+
+def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) -> None:
+    """Block ids of the best scores [T, G, blocks] into `out` [T, G, topk]."""
+    tokens, groups, blocks = scores.shape
+    if not out.numel():
+        return
+    if config.topk & (config.topk - 1):
+        raise ValueError(f"the number of chosen blocks must be a power of two, got {config.topk}")
+    size = max(triton.next_power_of_2(blocks), 2 * config.topk)
+    with torch.cuda.device(scores.device) if scores.is_cuda else _Nothing():
+        choose_kernel[(tokens * groups,)](
+            scores,
+            position,
+            out,
+            blocks,
+            G=groups,
+            TOPK=config.topk,
+            INIT=config.init_blocks,
+            LOCAL=config.local_blocks,
+            SIZE=size,
+            num_warps=max(1, min(8, size // 256)),
+        )
+
+
+def sparse_attention(
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, workspace: Workspace | None = None
+) -> Tensor:
+    """`msa_ops.sparse_attention` on CUDA."""
+    return attend(q, cache, chosen, batch, scale, workspace)[0]
+
+
+def attend(
+    q: Tensor,
+    cache: Pages | Packed,
+    chosen: Tensor,
+    batch: Batch,
+    scale: float,
+    workspace: Workspace | None = None,
+    apart: bool | None = None,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
+    tokens, heads, _ = q.shape
+    groups, topk = chosen.shape[1:]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sums = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if lse else None
+    if not q.numel():
+        return out, sums
+    if topk % CHUNKS:
+        raise ValueError(f"the number of chosen blocks must be a multiple of {CHUNKS}, got {topk}")
+    rows = tokens * groups
+    if apart is None:
+        apart = rows * CHUNKS <= APART_ROWS
+    partial = arrived = q
+    if apart:
+        workspace = workspace or Workspace()
+        partial = workspace.take("partial", rows * CHUNKS * HEADS_A_GROUP * (DIM + 2), torch.float32, q.device)
+        arrived = workspace.take("arrived", rows, torch.int32, q.device)
+    keys, values, strides, table, form = _layout(cache)
+    with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
+        attend_kernel[(rows * (CHUNKS if apart else 1),)](
+            q.contiguous(),
+            keys,
+            values,
+            table,
+            batch.request,
+            batch.position,
+            chosen.contiguous(),
+            out,
+            sums,
+            partial,
+            arrived,
+            *strides,
+            table.stride(0),
+            scale * math.log2(math.e) * (128.0 if form == 2 else 1.0),
+            1,
+            G=groups,
+            HEADS=heads // groups,
+            CHUNKS=CHUNKS,
+            PER=topk // CHUNKS,
+            APART=apart,
+            LSE=lse,
+            FORMAT=form,
+            PAGED=isinstance(cache, Pages),
+            num_warps=1,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
+    return out, sums
+
+
+def _layout(cache: Pages | Packed) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, int]:
+    """(keys, values, (page, token, head) strides, table, format)."""
+    if isinstance(cache, Packed):
+        k, v = cache.keys, cache.values
+        if k.stride() != v.stride() or k.stride(2) != 1:
+            k, v = k.contiguous(), v.contiguous()
+        return _plain(k), _plain(v), (0, k.stride(0), k.stride(1)), cache.start, FORMATS[k.dtype]
+    data = cache.data
+    form = FORMATS[data.dtype]
+    if form == 2:
+        flat = data.view(-1)
+        return flat, flat[SLOT:], (data.stride(0), 0, 2 * SLOT), cache.table, form
+    plain = _plain(data)
+    return plain, plain[..., DIM:], (data.stride(0), data.stride(2), data.stride(1)), cache.table, form
+
+
+def _plain(x: Tensor) -> Tensor:
+    """E4M3 as bytes: kernels read its bits."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _blocks(keys: Pages | Packed) -> int:
+    return keys.table.shape[1] if isinstance(keys, Pages) else keys.blocks
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class _Nothing:
+    """No device to make current, under Triton's interpreter."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass

@@ -1,0 +1,345 @@
+"""Tiles of K, V and index keys, from pages straight into the registers of the tensor cores: what all MSA kernels share.
+
+A program is one warp, and every tile is loaded so that each lane already holds the elements that `mma.m16n8k16` wants of it: nothing
+goes through shared memory, and NVFP4 codes become bf16 in the registers they were loaded into. Three ideas make that possible.
+
+**Labels.** A sum does not care how its terms are numbered, as long as both operands agree. Lane (g, t) of an MMA (g = lane / 4,
+t = lane % 4) holds four of the sixteen k's of a step, for row or column g. Along the head dimension lane t is given the 32 dimensions from
+32 t: two NVFP4 groups, 16 bytes of codes. Dimension 32 t + 8 w + 4 h + 2 i1 + i0 takes part in step 2 w + i1, in register i0, as half h:
+a 32-bit word of eight codes then makes the pairs (code i, code i + 4) that sit 16 bits apart. bf16 and fp8 keys take the same
+places, so that a dot product is the same sum in the same order whatever the page's format. `label_dims` brings a tile in natural order into
+this one, without moving anything between lanes. (Triton numbers the k's of a lane in runs of two or four, by the narrowest type that it
+believes to see behind an operand: hence two orders of labels, which put every dimension and every key in the same place of the
+same instruction. Were it to choose other runs, results would stay right, but be moved through shared memory, and no longer have equal
+bits between formats.)
+
+**Rows.** A two-dimensional load [rows, V] with V contiguous elements is laid out by Triton as V elements a lane and rows across lanes, in
+order. Which address a row means is free arithmetic, so rows are counted as lanes are: t fastest, then g.
+
+**Decode.** An E2M1 code, moved to where bf16 has its sign, the two low bits of its exponent and the top bit of its fraction, is its value
+times 2^-126, subnormal included; one exact multiply by the block scale times 2^119 leaves value * 2^-7, which has at most six
+significant bits and lies between 2^-17 and 21. Moving costs one AND, one multiply (two shifts at once), one AND for two codes.
+The factor 2^7 is given back in fp32 (`unit`); it is a power of two and changes no rounding.
+
+Keys at or beyond `limit` read as finite values in K (their scores are masked) and as zero in V, whatever the page holds there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+BF16, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PAGE = tl.constexpr(128)  # keys of a block, and of a page
+DIM = tl.constexpr(128)
+PART = tl.constexpr(32)  # keys that attention loads at a time; a tile of its softmax is two of these
+SLOT = tl.constexpr(9216)  # bytes of an NVFP4 plane: 128 tokens of 64 bytes of codes, then 1024 bytes of scales
+# Triton's interpreter (TRITON_INTERPRET=1, CPU) has no inline assembly and wrong bf16 dots: fp32 there, by plain operations.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+OPERAND = tl.float32 if INTERPRETED.value else tl.bfloat16
+OPERAND = tl.constexpr(OPERAND)
+
+_E2M1_ASM = tl.constexpr("""{
+.reg .b32 high, c;
+shr.u32 high, $4, 8;
+and.b32 c, $4, 0x000F000F;
+mul.lo.u32 c, c, 0x1040;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $0, c, $5;
+and.b32 c, $4, 0x00F000F0;
+mul.lo.u32 c, c, 0x104;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $1, c, $5;
+and.b32 c, high, 0x000F000F;
+mul.lo.u32 c, c, 0x1040;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $2, c, $5;
+and.b32 c, high, 0x00F000F0;
+mul.lo.u32 c, c, 0x104;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $3, c, $5;
+}""")
+# E4M3 bits four places up are bf16 bits of value * 2^-120; 2^239, in two steps, makes them value * 2^119.
+_SCALE_ASM = tl.constexpr("""{
+.reg .b32 c, k;
+mov.b32 k, 0x7B807B80;
+mul.rn.bf16x2 c, $1, k;
+mov.b32 k, 0x7B007B00;
+mul.rn.bf16x2 $0, c, k;
+}""")
+_E4M3_ASM = tl.constexpr("""{
+.reg .b32 c, s, k;
+mov.b32 k, 0x7B807B80;
+prmt.b32 c, $4, $5, 0x4400;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $0, c, k;
+prmt.b32 c, $4, $5, 0x5511;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $1, c, k;
+prmt.b32 c, $4, $5, 0x6622;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $2, c, k;
+prmt.b32 c, $4, $5, 0x7733;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $3, c, k;
+}""")
+
+
+@triton.jit
+def unit(FORMAT: tl.constexpr):
+    """What a decoded tile must be multiplied by to be the values."""
+    return 128.0 if FORMAT == NVFP4 else 1.0
+
+
+@triton.jit
+def _e4m3_fp32(bits):
+    """fp32 value of E4M3 bits (int32) without NaN."""
+    magnitude = bits & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    return tl.where(bits > 0x7F, -value, value)
+
+
+@triton.jit
+def _e2m1_fp32(code):
+    """fp32 value of E2M1 codes (int32, 0..15)."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _scales(bits):
+    """Operand values of E4M3 scales (int32 bits, sign ignored; NaN reads as 480), times 2^119; under the interpreter times 2^-7."""
+    if INTERPRETED:
+        return _e4m3_fp32(bits & 0x7F) * 0.0078125
+    raw = ((bits & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _halves(x):
+    """int32 words [..] as their 16-bit halves [.., 2], the low one first."""
+    return tl.join((x & 0xFFFF).to(tl.int16), ((x >> 16) & 0xFFFF).to(tl.int16))
+
+
+@triton.jit
+def _nibbles(x, scales):
+    """Values * 2^-7 of 16-bit groups of four codes [..]: [.., 2, 2], the last dimensions the two bits of the code's place."""
+    if INTERPRETED:
+        x = x.to(tl.int32)
+        a, b = _e2m1_fp32(x & 15) * scales, _e2m1_fp32((x >> 4) & 15) * scales
+        c, d = _e2m1_fp32((x >> 8) & 15) * scales, _e2m1_fp32((x >> 12) & 15) * scales
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E2M1_ASM,
+            "=r,=r,=r,=r,r,r",
+            [x, scales],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _bytes(x):
+    """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `_nibbles`."""
+    if INTERPRETED:
+        a, b = _e4m3_fp32(x & 0xFF), _e4m3_fp32((x >> 8) & 0xFF)
+        c, d = _e4m3_fp32((x >> 16) & 0xFF), _e4m3_fp32((x >> 24) & 0xFF)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E4M3_ASM,
+            "=r,=r,=r,=r,r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+# ------------------------------------------------------------------------------------------------------------------ head dimension
+
+
+@triton.jit
+def label_dims(x, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS, 4 t, 4 w, 2 h, 2 i1, 2 i0] to [ROWS, 128] in the order of labels."""
+    if FORMAT == BF16:  # runs of two
+        x = tl.permute(x, [0, 2, 4, 5, 1, 3])  # w, i1, i0, t, h
+    else:  # of four
+        x = tl.permute(x, [0, 2, 4, 1, 5, 3])  # w, i1, t, i0, h
+    return tl.reshape(x, [ROWS, 128])
+
+
+@triton.jit
+def label_query(x, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS, 128] in natural order to the order of labels."""
+    return label_dims(tl.reshape(x, [ROWS, 4, 4, 2, 2, 2]), ROWS, FORMAT)
+
+
+@triton.jit
+def load_keys(base, token_stride, first, limit, one, KEYS: tl.constexpr, FORMAT: tl.constexpr, QUADS: tl.constexpr, MASKED: tl.constexpr):
+    """Raw bits of KEYS keys of a block, from key `first` of it (a multiple of KEYS).
+
+    Args:
+        base: of the block: uint8 plane of an NVFP4 page; otherwise key 0's row, `token_stride` elements from one key to the next.
+        limit: keys of the block from here on may not exist (MASKED) or hold anything. one: the number 1, unknown to the compiler.
+        QUADS: keys come in the order `key_of_label`, otherwise in their own.
+    Returns:
+        (codes or elements [lanes, vector], scale bits or the same again).
+    """
+    if FORMAT == NVFP4:
+        row = tl.arange(0, KEYS * 4)
+        key = _key_order(row // 4, QUADS) + first
+        at = (key * 16 + (row % 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
+        x = tl.load(base.to(tl.pointer_type(tl.int32)) + at)
+        # A lane takes the two scale bytes of its own groups; times `one`, so that Triton does not widen the load and move lanes.
+        raw = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int16)) + (key * 4 + row % 4) * one).to(tl.int32)
+    elif FORMAT == FP8:
+        row = tl.arange(0, KEYS * 8)  # rep, w2, g, t
+        key = _key_order(row // 64 * 8 + row // 4 % 8, QUADS) + first
+        at = (key * token_stride + (row % 4) * 32 + (row // 32 % 2) * 16) // 4
+        x = _load_rows(base.to(tl.pointer_type(tl.int32)), at, key, limit, 4, MASKED)
+        raw = at
+    else:
+        row = tl.arange(0, KEYS * 16)  # rep, w, g, t
+        key = _key_order(row // 128 * 8 + row // 4 % 8, QUADS) + first
+        at = key * token_stride + (row % 4) * 32 + (row // 32 % 4) * 8
+        x = _load_rows(base, at, key, limit, 8, MASKED)
+        raw = at
+    return x, raw
+
+
+@triton.jit
+def _load_rows(base, at, key, limit, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+    at = at[:, None] + tl.arange(0, VECTOR)[None, :]
+    if MASKED:
+        return tl.load(base + at, mask=(key < limit)[:, None], other=0)
+    else:
+        return tl.load(base + at)
+
+
+@triton.jit
+def _key_order(label, QUADS: tl.constexpr):
+    """Key of column `label` of the scores; QUADS: see `key_of_label`."""
+    if QUADS:
+        return label // 16 * 16 + (label // 2 % 4) * 4 + (label // 8 % 2) * 2 + label % 2
+    return label
+
+
+@triton.jit
+def key_of_label(KEYS: tl.constexpr):
+    """Keys in the order of the scores' columns: a lane that has columns 2t, 2t+1, 2t+8, 2t+9 of 16 has the four keys of token quad t."""
+    return _key_order(tl.arange(0, KEYS), True)
+
+
+@triton.jit
+def decode_keys(x, raw, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Operand [KEYS, 128], dimensions in the order of labels, of what `load_keys` gave."""
+    if FORMAT == NVFP4:
+        scales = _scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * 4, 2, 4]), [KEYS * 4, 4, 2])
+        tile = tl.reshape(_nibbles(_halves(x), scales), [KEYS, 4, 4, 2, 2, 2])
+    elif FORMAT == FP8:
+        tile = tl.reshape(_bytes(tl.reshape(x, [KEYS * 8, 2, 2])), [KEYS // 8, 2, 8, 4, 2, 2, 2, 2])  # rep, w2, g, t, w1, h, i1, i0
+        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 1, 4, 5, 6, 7]), [KEYS, 4, 4, 2, 2, 2])
+    else:
+        tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, 8, 4, 8])
+        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 1, 4]), [KEYS, 4, 4, 2, 2, 2])
+    return label_dims(tile, KEYS, FORMAT)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- values
+
+
+@triton.jit
+def load_values(base, token_stride, first, limit, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Raw bits of KEYS values from key `first` of a block, as `load_keys`: lane (t, g) has token quad t of each 16 and dimensions 16 g on.
+
+    Returns the four keys of the quads apart (see `decode_values`), and scale words (or anything, where there are no scales).
+    """
+    if FORMAT == NVFP4:
+        row = tl.arange(0, KEYS * 2)  # step, g, t
+        quad = row // 32 * 4 + row % 4
+        at = (quad * 4 + first) * 32 + (row // 4 % 8) * 4
+        codes = base.to(tl.pointer_type(tl.int16)) + (at[:, None] + tl.arange(0, 4)[None, :])
+        words = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int32)) + (quad + first // 4) * 8 + row // 4 % 8)
+        return tl.load(codes), tl.load(codes + 32), tl.load(codes + 64), tl.load(codes + 96), words
+    else:
+        PARTS: tl.constexpr = 1 if FORMAT == FP8 else 2
+        row = tl.arange(0, KEYS * 2 * PARTS)  # step, part of 16 dimensions, g, t
+        key = row // (32 * PARTS) * 16 + row % 4 * 4 + first
+        at = key * token_stride + (row // 4 % 8) * 16 + (row // 32 % PARTS) * 8
+        a = _load_values(base, at, key, limit, FORMAT)
+        b = _load_values(base, at + token_stride, key + 1, limit, FORMAT)
+        c = _load_values(base, at + 2 * token_stride, key + 2, limit, FORMAT)
+        d = _load_values(base, at + 3 * token_stride, key + 3, limit, FORMAT)
+        return a, b, c, d, at
+
+
+@triton.jit
+def _load_values(base, at, key, limit, FORMAT: tl.constexpr):
+    """Masked always: what is not read is zero."""
+    if FORMAT == FP8:
+        return _load_rows(base.to(tl.pointer_type(tl.int32)), at // 4, key, limit, 4, True)
+    else:
+        return _load_rows(base, at, key, limit, 8, True)
+
+
+@triton.jit
+def decode_values(a, b, c, d, words, first, limit, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Operand [KEYS, 128] of what `load_values` gave, zero from key `limit` of the block on.
+
+    Keys are in the order that `weights_for_values` gives the scores' columns; dimensions are in the order of `natural_output`.
+    """
+    low = _value_pair(a, b, words, first, limit, KEYS, FORMAT)
+    high = _value_pair(c, d, words >> 16, first + 2, limit, KEYS, FORMAT)
+    tile = tl.join(low, high)  # step, g, t, 16 places, pair, b3
+    tile = tl.permute(tile, [0, 2, 5, 4, 3, 1])  # step, t, b3, pair | place, g
+    return tl.reshape(tile, [KEYS, 128])
+
+
+@triton.jit
+def _value_pair(a, b, words, first, limit, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Two neighbouring keys of each quad: [KEYS / 16 steps, 8 g, 4 t, 16 places, 2]."""
+    if FORMAT == NVFP4:
+        lane = tl.arange(0, KEYS * 2)
+        key = lane // 32 * 16 + lane % 4 * 4 + first
+        bits = tl.join(tl.where(key < limit, words & 0xFF, 0), tl.where(key + 1 < limit, (words >> 8) & 0xFF, 0))
+        scales = tl.broadcast_to(_scales(bits)[:, None, :], [KEYS * 2, 4, 2])
+        pair = _nibbles(tl.join(a, b), scales)  # [lanes, 4 halves, 2 keys, 2 i1, 2 i0]
+        pair = tl.permute(pair, [0, 1, 3, 4, 2])
+    elif FORMAT == FP8:
+        pair = tl.permute(_bytes(tl.join(a, b)), [0, 1, 3, 4, 2])  # from [lanes, 4 words, 2 keys, 2 i1, 2 i0]
+    else:
+        pair = tl.reshape(tl.join(a.to(OPERAND), b.to(OPERAND)), [KEYS // 16, 2, 8, 4, 8, 2])
+        pair = tl.permute(pair, [0, 2, 3, 1, 4, 5])
+    return tl.reshape(pair, [KEYS // 16, 8, 4, 16, 2])
+
+
+@triton.jit
+def weights_for_values(p, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Softmax weights [ROWS, KEYS], columns as the scores have them, as the left operand of a product with `decode_values`."""
+    p = tl.permute(tl.reshape(p.to(OPERAND), [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])  # step, t, b3, pair
+    return tl.reshape(p, [ROWS, KEYS])
+
+
+@triton.jit
+def natural_output(x, ROWS: tl.constexpr):
+    """[ROWS, 128 dimensions as `decode_values` has them] to their natural order."""
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, 16, 8]), [0, 2, 1]), [ROWS, 128])

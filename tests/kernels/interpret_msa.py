@@ -1,0 +1,59 @@
+"""The MSA kernels against torch on CPU, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_msa`.
+
+The interpreter has no inline assembly and no bf16 dots, so tiles are fp32 there and codes are decoded by plain operations; what is shown is
+everything else: addresses, masks, labels, the choice, the order of folding. The decode by assembly is left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from samebits.kernels import msa_ops, triton_msa, triton_msa_tiles
+from samebits.kernels.msa import SparseConfig
+from tests.support.msa_cases import FORMATS, make
+
+CONFIG = SparseConfig()
+
+
+def check(name: str, condition: bool) -> None:
+    """Stop with the case's name."""
+    if not condition:
+        raise SystemExit(f"{name}: differs")
+
+
+def close(name: str, have: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-2) -> None:
+    """Relative distance, as a whole; NaN never passes."""
+    error = (have.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9)
+    if not error < tolerance:
+        raise SystemExit(f"{name}: relative distance {error:.2e}")
+
+
+def choice_and_attention() -> None:
+    """Ragged decode with several tokens a request, past the 16 blocks that are chosen."""
+    new, total = [1, 2], [129, 2306]
+    for form in FORMATS:
+        case = make(new, total, form, groups=1, heads=2, integers=True)
+        want = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
+        for keys in (case.index, case.packed_index):
+            have = triton_msa.index_topk(case.index_q, keys, case.batch, CONFIG, None)
+            check(f"{form} choice", torch.equal(have, want))
+        out = msa_ops.sparse_attention(case.q.float(), case.cache, want, case.batch, 0.1)
+        together, _ = triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1, apart=False)
+        close(f"{form} attention", together, out, 1e-5)
+        apart, _ = triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1, apart=True)
+        check(f"{form} chunks in programs of their own", torch.equal(apart, together))
+        if form == "nvfp4":
+            packed, _ = triton_msa.attend(case.q.float(), case.packed, want, case.batch, 0.1)
+            close("packed", packed, out, 1e-5)
+
+
+def main() -> None:
+    """All cases."""
+    if not triton_msa_tiles.INTERPRETED.value:
+        raise SystemExit("set TRITON_INTERPRET=1")
+    choice_and_attention()
+    print("same results")
+
+
+if __name__ == "__main__":
+    main()
