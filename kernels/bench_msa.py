@@ -104,7 +104,6 @@ class Case:
         row = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         self.batch = Batch(row, row[:-1], torch.full_like(row[:-1], context - 1), 1)
         self.chosen = [msa_ops.index_topk(q, self.index, self.batch, CONFIG) for q in self.index_queries]
-        self.workspace = msa_ops.Workspace()
         self.index_bytes = requests * context * BYTES[form]
         self.chosen_bytes = requests * GROUPS * min(context, TOPK * BLOCK) * 2 * BYTES[form]
 
@@ -119,10 +118,10 @@ class Case:
 
         def chain(i: int) -> None:
             chosen = msa_ops.index_topk(self.index_queries[i], self.index, self.batch, CONFIG)
-            msa_ops.sparse_attention(self.queries[i], self.cache, chosen, self.batch, scale, self.workspace)
+            msa_ops.sparse_attention(self.queries[i], self.cache, chosen, self.batch, scale)
 
         def attend(i: int) -> None:
-            msa_ops.sparse_attention(self.queries[i], self.cache, self.chosen[i], self.batch, scale, self.workspace)
+            msa_ops.sparse_attention(self.queries[i], self.cache, self.chosen[i], self.batch, scale)
 
         return {
             "scores": [lambda i=i: triton_msa.index_scores(self.index_queries[i], self.index, self.batch) for i in each],
@@ -136,7 +135,7 @@ class Case:
         from . import triton_msa
 
         scores = triton_msa.index_scores(self.index_queries[0], self.index, self.batch)
-        out = msa_ops.sparse_attention(self.queries[0], self.cache, self.chosen[0], self.batch, msa_ops.default_scale(), self.workspace)
+        out = msa_ops.sparse_attention(self.queries[0], self.cache, self.chosen[0], self.batch, msa_ops.default_scale())
         good = True
         for r in {0, self.requests - 1}:
             k = msa_ops._index_keys(self.index, r, self.context, DIM)

@@ -5,8 +5,7 @@ elsewhere the torch reference of `kernels.msa`, request by request. A result dep
 bitwise the same alone or in any batch, as one token or as one of many, from pages or from packed tensors of the same values.
 
 **Batch.** T query tokens of R requests, the tokens of a request consecutive. Each has its position; the keys at positions 0 to its own are the
-request's cache, or, in training, the packed tokens themselves. Chunked prefill, decode with several tokens and training are all of this
-form.
+request's cache, or, in training, the packed tokens themselves. Chunked prefill, decode with several tokens and training are all so.
 
 **Pages.** A cache is told by its tensor: uint8 are NVFP4 pages (`quant.kv`), bf16 or E4M3 (scale 1) are pages [pages, G, 128, 2 D], K then
 V along the last dimension, and [pages, 128, D] for index keys, as vLLM lays out MiniMax-M3's.
@@ -93,40 +92,25 @@ def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: Spar
 
 
 def sparse_attention(
-    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, workspace: Workspace | None = None
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float
 ) -> Tensor:
     """Causal attention of every query to its chosen blocks.
 
     Args:
         q: bf16 [T, H, D]. chosen: int32 [T, G, topk] from `index_topk` (or replayed): block ids, -1 only after them.
-        workspace: memory that successive calls on one stream share; without one each call allocates what it needs.
     Returns:
         [T, H, D] in q's dtype.
     """
     if _kernels_take(q, BLOCK) and q.shape[1] // chosen.shape[1] <= HEADS_A_GROUP:
         from . import triton_msa
 
-        return triton_msa.sparse_attention(q, cache, chosen, batch, scale, workspace)
+        return triton_msa.attend(q, cache, chosen, batch, scale)[0]
     out = torch.zeros_like(q)
     for r, rows, q_pos in _requests(batch):
         k, v = _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2])
         args = (q[None, rows], k[None], v[None], q_pos[None].long(), scale, chosen[None, rows])
         out[rows] = msa.attend(*args)[0]
     return out
-
-
-class Workspace:
-    """Grows to the largest request and stays; the arrival counters are zero between calls."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`size` elements, zero when they are new."""
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < size or kept.device != device:
-            kept = self._kept[name] = torch.zeros(size, dtype=dtype, device=device)
-        return kept
 
 
 def _kernels_take(q: Tensor, block: int) -> bool:

@@ -9,20 +9,22 @@ import triton
 from torch import Tensor
 
 from .msa import SparseConfig
-from .msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Packed, Pages, Workspace
+from .msa_ops import DIM, Batch, Packed, Pages
 from .triton_msa_attend import attend_kernel
 from .triton_msa_index import choose_kernel, score_kernel
 
 FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
 SLOT = 9216
-# Programs of the score kernel for each multiprocessor (one warp each): as many as are resident, so that there is one wave.
-SCORE_PROGRAMS = 11
+# Programs of the score kernel for each multiprocessor, of one warp each: twice what is resident, so that none idles at the end. Fewer
+# registers (128, so 16 warps are resident) spill a few words and win all the same. Swept on an H200.
+SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
 SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
-# Chunks of a query's places: part of the arithmetic, since sums are folded chunk by chunk. At least as many as there are warps to keep busy.
-CHUNKS = 8
-APART_ROWS = 132 * 8 * 4  # with fewer (chunk, token, group) than this, chunks have programs of their own
+# Warps of an attention program: part of the arithmetic, since a warp's blocks are summed before warps are.
+WARPS = 8
+PARTS = 1
+STAGES = {0: 2, 1: 2, 2: 3}  # of the software pipeline, by format
 
 
 def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
@@ -93,6 +95,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
+            maxnreg=SCORE_REGISTERS if form == 2 else None,
         )
     return scores
 
@@ -120,22 +123,8 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
         )
 
 
-def sparse_attention(
-    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, workspace: Workspace | None = None
-) -> Tensor:
-    """`msa_ops.sparse_attention` on CUDA."""
-    return attend(q, cache, chosen, batch, scale, workspace)[0]
-
-
 def attend(
-    q: Tensor,
-    cache: Pages | Packed,
-    chosen: Tensor,
-    batch: Batch,
-    scale: float,
-    workspace: Workspace | None = None,
-    apart: bool | None = None,
-    lse: bool = False,
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
     tokens, heads, _ = q.shape
@@ -144,19 +133,12 @@ def attend(
     sums = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if lse else None
     if not q.numel():
         return out, sums
-    if topk % CHUNKS:
-        raise ValueError(f"the number of chosen blocks must be a multiple of {CHUNKS}, got {topk}")
-    rows = tokens * groups
-    if apart is None:
-        apart = rows * CHUNKS <= APART_ROWS
-    partial = arrived = q
-    if apart:
-        workspace = workspace or Workspace()
-        partial = workspace.take("partial", rows * CHUNKS * HEADS_A_GROUP * (DIM + 2), torch.float32, q.device)
-        arrived = workspace.take("arrived", rows, torch.int32, q.device)
+    if topk & (topk - 1):
+        raise ValueError(f"the number of chosen blocks must be a power of two, got {topk}")
+    warps = min(WARPS, topk)
     keys, values, strides, table, form = _layout(cache)
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        attend_kernel[(rows * (CHUNKS if apart else 1),)](
+        attend_kernel[(tokens * groups,)](
             q.contiguous(),
             keys,
             values,
@@ -166,22 +148,20 @@ def attend(
             chosen.contiguous(),
             out,
             sums,
-            partial,
-            arrived,
             *strides,
             table.stride(0),
             scale * math.log2(math.e) * (128.0 if form == 2 else 1.0),
-            1,
             G=groups,
             HEADS=heads // groups,
-            CHUNKS=CHUNKS,
-            PER=topk // CHUNKS,
-            APART=apart,
+            TOPK=topk,
+            WARPS=warps,
             LSE=lse,
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
-            num_warps=1,
-            num_stages=1,
+            STAGES=STAGES[form],
+            PARTS=PARTS,
+            num_warps=warps,
+            num_stages=STAGES[form],
             enable_fp_fusion=False,
         )
     return out, sums

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_msa_tiles import OPERAND, PAGE, decode_keys, label_query, load_keys, unit
+from .triton_msa_tiles import OPERAND, PAGE, decode_keys, label_query, load_index_keys, unit
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def score_kernel(
         base = _block_base(keys_ptr, table_ptr, first_token, page_stride, token_stride, split, last, PAGED)
         following = _block_base(keys_ptr, table_ptr, first_token, page_stride, token_stride, split + splits, last, PAGED)
         limit = newest + 1 - split * PAGE
-        x, raw = load_keys(base, token_stride, 0, limit, one, KEYS, FORMAT, False, not PAGED)
+        x, raw = load_index_keys(base, 0, limit, one, token_stride, KEYS, FORMAT, not PAGED)
         for block in range(split, last + 1, splits):
             later = _block_base(keys_ptr, table_ptr, first_token, page_stride, token_stride, block + 2 * splits, last, PAGED)
             best = tl.full([KEYS, N], float("-inf"), tl.float32)
@@ -79,8 +79,8 @@ def score_kernel(
                     ahead, begin, limit = base, (part + 1) * KEYS, newest + 1 - block * PAGE
                 else:
                     ahead, begin, limit = following, 0, newest + 1 - tl.minimum(block + splits, last) * PAGE
-                x_ahead, raw_ahead = load_keys(ahead, token_stride, begin, limit, one, KEYS, FORMAT, False, not PAGED)
-                score = tl.dot(decode_keys(x, raw, KEYS, FORMAT), query)
+                x_ahead, raw_ahead = load_index_keys(ahead, begin, limit, one, token_stride, KEYS, FORMAT, not PAGED)
+                score = tl.dot(tl.reshape(decode_keys(x, raw, 1, KEYS, FORMAT), [KEYS, 128]), query)
                 if block * PAGE + (PAGE - 1) > oldest:
                     key = block * PAGE + part * KEYS + tl.arange(0, KEYS)
                     score = tl.where(key[:, None] <= position[None, :], score, float("-inf"))

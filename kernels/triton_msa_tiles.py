@@ -177,166 +177,213 @@ def _bytes(x):
 
 
 @triton.jit
-def label_dims(x, ROWS: tl.constexpr, FORMAT: tl.constexpr):
-    """[ROWS, 4 t, 4 w, 2 h, 2 i1, 2 i0] to [ROWS, 128] in the order of labels."""
+def label_dims(x, WARPS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0] to [WARPS, ROWS, 128] in the order of labels."""
     if FORMAT == BF16:  # runs of two
-        x = tl.permute(x, [0, 2, 4, 5, 1, 3])  # w, i1, i0, t, h
-    else:  # of four
-        x = tl.permute(x, [0, 2, 4, 1, 5, 3])  # w, i1, t, i0, h
-    return tl.reshape(x, [ROWS, 128])
+        x = tl.permute(x, [1, 0, 2, 4, 6, 7, 3, 5])  # w, i1, i0, t, h
+    else:  # of four: two neighbouring steps of an MMA share a run
+        x = tl.permute(x, [1, 0, 2, 4, 7, 3, 6, 5])  # w, i0, t, i1, h
+    return tl.reshape(x, [WARPS, ROWS, 128])
 
 
 @triton.jit
 def label_query(x, ROWS: tl.constexpr, FORMAT: tl.constexpr):
     """[ROWS, 128] in natural order to the order of labels."""
-    return label_dims(tl.reshape(x, [ROWS, 4, 4, 2, 2, 2]), ROWS, FORMAT)
+    x = tl.reshape(x, [ROWS // 8, 1, 8, 4, 4, 2, 2, 2])
+    return tl.reshape(label_dims(x, 1, ROWS, FORMAT), [ROWS, 128])
 
 
 @triton.jit
-def load_keys(base, token_stride, first, limit, one, KEYS: tl.constexpr, FORMAT: tl.constexpr, QUADS: tl.constexpr, MASKED: tl.constexpr):
-    """Raw bits of KEYS keys of a block, from key `first` of it (a multiple of KEYS).
+def load_index_keys(base, first, limit, one, token_stride, KEYS: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr):
+    """Raw bits of KEYS index keys from key `first` of a block, for one warp.
 
     Args:
         base: of the block: uint8 plane of an NVFP4 page; otherwise key 0's row, `token_stride` elements from one key to the next.
         limit: keys of the block from here on may not exist (MASKED) or hold anything. one: the number 1, unknown to the compiler.
-        QUADS: keys come in the order `key_of_label`, otherwise in their own.
     Returns:
-        (codes or elements [lanes, vector], scale bits or the same again).
+        (words or elements [lanes, vector], scale bits or anything).
     """
     if FORMAT == NVFP4:
         row = tl.arange(0, KEYS * 4)
-        key = _key_order(row // 4, QUADS) + first
+        key = row // 4 + first
         at = (key * 16 + (row % 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
         x = tl.load(base.to(tl.pointer_type(tl.int32)) + at)
         # A lane takes the two scale bytes of its own groups; times `one`, so that Triton does not widen the load and move lanes.
         raw = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int16)) + (key * 4 + row % 4) * one).to(tl.int32)
     elif FORMAT == FP8:
         row = tl.arange(0, KEYS * 8)  # rep, w2, g, t
-        key = _key_order(row // 64 * 8 + row // 4 % 8, QUADS) + first
+        key = row // 64 * 8 + row // 4 % 8 + first
         at = (key * token_stride + (row % 4) * 32 + (row // 32 % 2) * 16) // 4
-        x = _load_rows(base.to(tl.pointer_type(tl.int32)), at, key, limit, 4, MASKED)
+        x = _load_rows(base.to(tl.pointer_type(tl.int32)), at, key < limit, 4, MASKED)
         raw = at
     else:
         row = tl.arange(0, KEYS * 16)  # rep, w, g, t
-        key = _key_order(row // 128 * 8 + row // 4 % 8, QUADS) + first
+        key = row // 128 * 8 + row // 4 % 8 + first
         at = key * token_stride + (row % 4) * 32 + (row // 32 % 4) * 8
-        x = _load_rows(base, at, key, limit, 8, MASKED)
+        x = _load_rows(base, at, key < limit, 8, MASKED)
         raw = at
     return x, raw
 
 
 @triton.jit
-def _load_rows(base, at, key, limit, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+def _load_rows(base, at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
     at = at[:, None] + tl.arange(0, VECTOR)[None, :]
     if MASKED:
-        return tl.load(base + at, mask=(key < limit)[:, None], other=0)
+        return tl.load(base + at, mask=inside[:, None], other=0)
     else:
         return tl.load(base + at)
 
 
 @triton.jit
-def _key_order(label, QUADS: tl.constexpr):
-    """Key of column `label` of the scores; QUADS: see `key_of_label`."""
-    if QUADS:
-        return label // 16 * 16 + (label // 2 % 4) * 4 + (label // 8 % 2) * 2 + label % 2
-    return label
+def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Operand [WARPS, KEYS, 128], dimensions in the order of labels, of raw bits in rows of (repetitions, warp, g, t)."""
+    if FORMAT == NVFP4:
+        scales = _scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
+        tile = tl.reshape(_nibbles(_halves(x), scales), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+    elif FORMAT == FP8:
+        tile = tl.reshape(_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
+        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+    else:
+        tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, WARPS, 8, 4, 8])
+        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+    return label_dims(tile, WARPS, KEYS, FORMAT)
+
+
+# ------------------------------------------------------------------------------------------------- attention: a block for each warp
+
+
+@triton.jit
+def _spread(x, REPS: tl.constexpr, WARPS: tl.constexpr):
+    """[WARPS * 32] for each lane to [REPS * WARPS * 32] rows."""
+    return tl.reshape(tl.broadcast_to(x[None, :], [REPS, WARPS * 32]), [REPS * WARPS * 32])
 
 
 @triton.jit
 def key_of_label(KEYS: tl.constexpr):
     """Keys in the order of the scores' columns: a lane that has columns 2t, 2t+1, 2t+8, 2t+9 of 16 has the four keys of token quad t."""
-    return _key_order(tl.arange(0, KEYS), True)
+    return _key_order(tl.arange(0, KEYS))
 
 
 @triton.jit
-def decode_keys(x, raw, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Operand [KEYS, 128], dimensions in the order of labels, of what `load_keys` gave."""
+def _key_order(label):
+    return label // 16 * 16 + (label // 2 % 4) * 4 + (label // 8 % 2) * 2 + label % 2
+
+
+@triton.jit
+def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Raw bits of KEYS keys a warp, each of a block of its own, in the order `key_of_label`; zero from `limit` on.
+
+    Args:
+        offset: int64 [WARPS * 32], from `keys_ptr` to the block of a lane's warp, in 16 elements. limit: int32 [WARPS * 32], its number of keys.
+        begin: the first key, the same in every block.
+    """
+    PARTS: tl.constexpr = 4 if FORMAT == BF16 else (2 if FORMAT == FP8 else 1)
+    REPS: tl.constexpr = KEYS // 8 * PARTS
+    row = tl.arange(0, REPS * WARPS * 32)
+    rep = row // (WARPS * 32)
+    key = _key_order(rep // PARTS * 8 + row // 4 % 8) + begin
+    inside = key < _spread(limit, REPS, WARPS)
+    offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
     if FORMAT == NVFP4:
-        scales = _scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
-        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * 4, 2, 4]), [KEYS * 4, 4, 2])
-        tile = tl.reshape(_nibbles(_halves(x), scales), [KEYS, 4, 4, 2, 2, 2])
+        words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
+        x = tl.load((words + (key * 16 + row % 4 * 4))[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+        # The word that holds a lane's two scale bytes: 4 bytes, so that it can be copied asynchronously.
+        raw = tl.load(words + (PAGE * 16 + key * 2 + row % 4 // 2), mask=inside, other=0) >> (row % 2 * 16)
     elif FORMAT == FP8:
-        tile = tl.reshape(_bytes(tl.reshape(x, [KEYS * 8, 2, 2])), [KEYS // 8, 2, 8, 4, 2, 2, 2, 2])  # rep, w2, g, t, w1, h, i1, i0
-        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 1, 4, 5, 6, 7]), [KEYS, 4, 4, 2, 2, 2])
+        words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
+        at = (key * token_stride + (row % 4) * 32 + rep % 2 * 16) // 4
+        x = tl.load((words + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+        raw = key
     else:
-        tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, 8, 4, 8])
-        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 1, 4]), [KEYS, 4, 4, 2, 2, 2])
-    return label_dims(tile, KEYS, FORMAT)
-
-
-# ----------------------------------------------------------------------------------------------------------------------- values
+        at = offset + (key * token_stride + (row % 4) * 32 + rep % 4 * 8)
+        x = tl.load((keys_ptr + at)[:, None] + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0)
+        raw = key
+    return x, raw
 
 
 @triton.jit
-def load_values(base, token_stride, first, limit, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Raw bits of KEYS values from key `first` of a block, as `load_keys`: lane (t, g) has token quad t of each 16 and dimensions 16 g on.
+def load_values(values_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Raw bits of KEYS values a warp, as `load_keys`: lane (t, g) has token quad t of each 16 and dimensions 16 g on.
 
     Returns the four keys of the quads apart (see `decode_values`), and scale words (or anything, where there are no scales).
     """
+    PARTS: tl.constexpr = 2 if FORMAT == BF16 else 1
+    REPS: tl.constexpr = KEYS // 16 * PARTS
+    row = tl.arange(0, REPS * WARPS * 32)
+    rep = row // (WARPS * 32)
+    group = row // 4 % 8
+    quad = rep // PARTS * 4 + row % 4 + begin // 4
+    limit = _spread(limit, REPS, WARPS)
+    offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
     if FORMAT == NVFP4:
-        row = tl.arange(0, KEYS * 2)  # step, g, t
-        quad = row // 32 * 4 + row % 4
-        at = (quad * 4 + first) * 32 + (row // 4 % 8) * 4
-        codes = base.to(tl.pointer_type(tl.int16)) + (at[:, None] + tl.arange(0, 4)[None, :])
-        words = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int32)) + (quad + first // 4) * 8 + row // 4 % 8)
-        return tl.load(codes), tl.load(codes + 32), tl.load(codes + 64), tl.load(codes + 96), words
+        words = (values_ptr + offset).to(tl.pointer_type(tl.int32))
+        codes = (words + (quad * 64 + group * 2))[:, None] + tl.arange(0, 2)[None, :]
+        inside = (quad * 4 < limit)[:, None]
+        a = tl.load(codes, mask=inside, other=0)
+        b = tl.load(codes + 16, mask=inside, other=0)
+        c = tl.load(codes + 32, mask=inside, other=0)
+        d = tl.load(codes + 48, mask=inside, other=0)
+        scales = tl.load(words + (PAGE * 16 + quad * 8 + group), mask=quad * 4 < limit, other=0)
+        return a, b, c, d, scales
+    elif FORMAT == FP8:
+        words = (values_ptr + offset).to(tl.pointer_type(tl.int32)) + (quad * token_stride + group * 4)
+        column = tl.arange(0, 4)[None, :]
+        a = tl.load(words[:, None] + column, mask=(quad * 4 < limit)[:, None], other=0)
+        b = tl.load((words + token_stride // 4)[:, None] + column, mask=(quad * 4 + 1 < limit)[:, None], other=0)
+        c = tl.load((words + token_stride // 2)[:, None] + column, mask=(quad * 4 + 2 < limit)[:, None], other=0)
+        d = tl.load((words + token_stride // 4 * 3)[:, None] + column, mask=(quad * 4 + 3 < limit)[:, None], other=0)
+        return a, b, c, d, quad
     else:
-        PARTS: tl.constexpr = 1 if FORMAT == FP8 else 2
-        row = tl.arange(0, KEYS * 2 * PARTS)  # step, part of 16 dimensions, g, t
-        key = row // (32 * PARTS) * 16 + row % 4 * 4 + first
-        at = key * token_stride + (row // 4 % 8) * 16 + (row // 32 % PARTS) * 8
-        a = _load_values(base, at, key, limit, FORMAT)
-        b = _load_values(base, at + token_stride, key + 1, limit, FORMAT)
-        c = _load_values(base, at + 2 * token_stride, key + 2, limit, FORMAT)
-        d = _load_values(base, at + 3 * token_stride, key + 3, limit, FORMAT)
-        return a, b, c, d, at
+        rows = values_ptr + offset + (quad * 4 * token_stride + group * 16 + rep % 2 * 8)
+        column = tl.arange(0, 8)[None, :]
+        a = tl.load(rows[:, None] + column, mask=(quad * 4 < limit)[:, None], other=0)
+        b = tl.load((rows + token_stride)[:, None] + column, mask=(quad * 4 + 1 < limit)[:, None], other=0)
+        c = tl.load((rows + token_stride * 2)[:, None] + column, mask=(quad * 4 + 2 < limit)[:, None], other=0)
+        d = tl.load((rows + token_stride * 3)[:, None] + column, mask=(quad * 4 + 3 < limit)[:, None], other=0)
+        return a, b, c, d, quad
 
 
 @triton.jit
-def _load_values(base, at, key, limit, FORMAT: tl.constexpr):
-    """Masked always: what is not read is zero."""
-    if FORMAT == FP8:
-        return _load_rows(base.to(tl.pointer_type(tl.int32)), at // 4, key, limit, 4, True)
-    else:
-        return _load_rows(base, at, key, limit, 8, True)
-
-
-@triton.jit
-def decode_values(a, b, c, d, words, first, limit, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Operand [KEYS, 128] of what `load_values` gave, zero from key `limit` of the block on.
+def decode_values(a, b, c, d, words, limit, begin, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Operand [WARPS, KEYS, 128] of what `load_values` gave, zero from `limit` on.
 
     Keys are in the order that `weights_for_values` gives the scores' columns; dimensions are in the order of `natural_output`.
     """
-    low = _value_pair(a, b, words, first, limit, KEYS, FORMAT)
-    high = _value_pair(c, d, words >> 16, first + 2, limit, KEYS, FORMAT)
-    tile = tl.join(low, high)  # step, g, t, 16 places, pair, b3
-    tile = tl.permute(tile, [0, 2, 5, 4, 3, 1])  # step, t, b3, pair | place, g
-    return tl.reshape(tile, [KEYS, 128])
+    if FORMAT == NVFP4:
+        # Scales of keys that do not exist become 0: the codes beside them may be anything, but are finite.
+        row = tl.arange(0, KEYS * WARPS * 2)
+        left = _spread(limit, KEYS // 16, WARPS) - begin - (row // (WARPS * 32) * 16 + row % 4 * 4)
+        keep = tl.where(left >= 4, -1, (1 << (tl.maximum(left, 0) * 8)) - 1)
+        words = words & keep
+    low, high = _value_pair(a, b, words, WARPS, KEYS, FORMAT), _value_pair(c, d, words >> 16, WARPS, KEYS, FORMAT)
+    tile = tl.join(low, high)  # step, warp, g, t, 16 places, pair, b3
+    tile = tl.permute(tile, [1, 0, 3, 6, 5, 4, 2])  # warp, step, t, b3, pair | place, g
+    return tl.reshape(tile, [WARPS, KEYS, 128])
 
 
 @triton.jit
-def _value_pair(a, b, words, first, limit, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Two neighbouring keys of each quad: [KEYS / 16 steps, 8 g, 4 t, 16 places, 2]."""
+def _value_pair(a, b, words, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Two neighbouring keys of each quad: [KEYS / 16 steps, WARPS, 8 g, 4 t, 16 places, 2]."""
+    LANES: tl.constexpr = KEYS * WARPS * 2
     if FORMAT == NVFP4:
-        lane = tl.arange(0, KEYS * 2)
-        key = lane // 32 * 16 + lane % 4 * 4 + first
-        bits = tl.join(tl.where(key < limit, words & 0xFF, 0), tl.where(key + 1 < limit, (words >> 8) & 0xFF, 0))
-        scales = tl.broadcast_to(_scales(bits)[:, None, :], [KEYS * 2, 4, 2])
-        pair = _nibbles(tl.join(a, b), scales)  # [lanes, 4 halves, 2 keys, 2 i1, 2 i0]
-        pair = tl.permute(pair, [0, 1, 3, 4, 2])
+        scales = _scales(tl.join(words & 0xFF, (words >> 8) & 0xFF))
+        scales = tl.broadcast_to(scales[:, None, None, :], [LANES, 2, 2, 2])
+        pair = _nibbles(tl.join(_halves(a), _halves(b)), scales)  # [lanes, 2 words, 2 halves, 2 keys, 2 i1, 2 i0]
+        pair = tl.permute(pair, [0, 1, 2, 4, 5, 3])
     elif FORMAT == FP8:
         pair = tl.permute(_bytes(tl.join(a, b)), [0, 1, 3, 4, 2])  # from [lanes, 4 words, 2 keys, 2 i1, 2 i0]
     else:
-        pair = tl.reshape(tl.join(a.to(OPERAND), b.to(OPERAND)), [KEYS // 16, 2, 8, 4, 8, 2])
+        pair = tl.reshape(tl.join(a.to(OPERAND), b.to(OPERAND)), [KEYS // 16, 2, WARPS, 32, 8, 2])
         pair = tl.permute(pair, [0, 2, 3, 1, 4, 5])
-    return tl.reshape(pair, [KEYS // 16, 8, 4, 16, 2])
+    return tl.reshape(pair, [KEYS // 16, WARPS, 8, 4, 16, 2])
 
 
 @triton.jit
-def weights_for_values(p, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Softmax weights [ROWS, KEYS], columns as the scores have them, as the left operand of a product with `decode_values`."""
-    p = tl.permute(tl.reshape(p.to(OPERAND), [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])  # step, t, b3, pair
-    return tl.reshape(p, [ROWS, KEYS])
+def weights_for_values(p, WARPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Softmax weights [WARPS, ROWS, KEYS], columns as the scores have them, as left operand of a product with `decode_values`."""
+    p = tl.permute(tl.reshape(p.to(OPERAND), [WARPS, ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 2, 4, 3, 5])  # step, t, b3, pair
+    return tl.reshape(p, [WARPS, ROWS, KEYS])
 
 
 @triton.jit

@@ -109,41 +109,39 @@ def test_random_scores_choose_what_fp64_chooses(form, kernels, reference):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("apart", [True, False])
-def test_attention_is_within_rounding_of_fp32(form, apart, kernels, reference):
+def test_attention_is_within_rounding_of_fp32(form, reference):
     case = make(*RAGGED, form, device="cuda", seed=3)
     chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
     want = reference(lambda: msa_ops.sparse_attention(case.q.float(), case.cache, chosen, case.batch, SCALE))
-    have, _ = kernels.attend(case.q, case.cache, chosen, case.batch, SCALE, apart=apart)
+    have = msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE)
     # An output is one bf16 rounding (2^-9 at most) of sums whose weights were rounded to bf16.
     assert distance(have, want) < 6e-3 and have.isfinite().all()
     first = case.cache.data.view(torch.uint8)
     assert (first == 0xFF).any() or (first == 0x7F).any()  # there were NaN to stumble over
 
 
-def test_padding_gives_no_choice_and_zeros(kernels):
+def test_padding_gives_no_choice_and_zeros():
     case = make([3, 2], [700, 300], "nvfp4", device="cuda")
     position = case.batch.position.clone()
     position[[1, 4]] = -1
     batch = case.batch._replace(position=position)
     chosen = msa_ops.index_topk(case.index_q, case.index, batch, CONFIG)
     assert (chosen[[1, 4]] == -1).all() and (chosen[[0, 2, 3], :, 0] >= 0).all()
-    for apart in (True, False):
-        out, _ = kernels.attend(case.q, case.cache, chosen, batch, SCALE, apart=apart)
-        assert not out[[1, 4]].any() and out[[0, 2, 3]].flatten(1).any(1).all()
+    out = msa_ops.sparse_attention(case.q, case.cache, chosen, batch, SCALE)
+    assert not out[[1, 4]].any() and out[[0, 2, 3]].flatten(1).any(1).all()
 
 
-def test_decode_prefill_and_training_have_the_same_bits(kernels):
+def test_decode_prefill_and_training_have_the_same_bits():
     """1000 queries at random places of ragged sequences: as one training batch over packed keys, as chunked prefill over pages, and in
     decode, alone and in batches of 7 and 64. bf16 training reads the values that NVFP4 pages hold.
     """
     total = [4200, 1, 300, 2049, 128, 129, 127, 3000]
     case = make(total, total, "nvfp4", device="cuda", seed=4)
     chosen = msa_ops.index_topk(case.index_q, case.packed_index, case.batch, CONFIG)
-    out, _ = kernels.attend(case.q, case.packed, chosen, case.batch, SCALE, apart=False)
+    out = msa_ops.sparse_attention(case.q, case.packed, chosen, case.batch, SCALE)
     paged = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
     assert torch.equal(paged, chosen)
-    assert same(kernels.attend(case.q, case.cache, chosen, case.batch, SCALE, apart=False)[0], out)
+    assert same(msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE), out)
 
     # Chunked prefill: the last third of every request.
     new = [-(-n // 3) for n in total]
@@ -154,22 +152,21 @@ def test_decode_prefill_and_training_have_the_same_bits(kernels):
     assert same(msa_ops.sparse_attention(case.q[rows], case.cache, chosen[rows], batch, SCALE), out[rows])
 
     pick = torch.randperm(sum(total), generator=torch.Generator().manual_seed(0))[:1000].tolist()
-    workspace = msa_ops.Workspace()
     for size in (1, 7, 64):
         for first in range(0, 1000, size):
             batch, at, request = part(case, pick[first : first + size])
             table = case.index.table[request]
             assert torch.equal(msa_ops.index_topk(case.index_q[at], Pages(case.index.data, table), batch, CONFIG), chosen[at])
-            have = msa_ops.sparse_attention(case.q[at], Pages(case.cache.data, table), chosen[at], batch, SCALE, workspace)
+            have = msa_ops.sparse_attention(case.q[at], Pages(case.cache.data, table), chosen[at], batch, SCALE)
             assert same(have, out[at]), (size, first)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_other_pages_have_the_bits_of_packed_keys_too(form, kernels):
+def test_other_pages_have_the_bits_of_packed_keys_too(form):
     case = make(*RAGGED, form, device="cuda", seed=5)
     chosen = msa_ops.index_topk(case.index_q, case.packed_index, case.batch, CONFIG)
     assert torch.equal(msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG), chosen)
-    want, _ = kernels.attend(case.q, case.packed, chosen, case.batch, SCALE, apart=False)
+    want = msa_ops.sparse_attention(case.q, case.packed, chosen, case.batch, SCALE)
     assert same(msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE), want)
 
 
@@ -183,14 +180,13 @@ def test_scores_do_not_depend_on_the_number_of_programs(kernels):
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_replay_in_a_graph(kernels):
-    """Captured once, replayed with other queries and lengths; the arrival counters come back to zero."""
+def test_replay_in_a_graph():
+    """Captured once, replayed with other queries and lengths."""
     case = make([1] * 6, [2500, 129, 4000, 2049, 700, 3001], "nvfp4", device="cuda", seed=7)
-    workspace = msa_ops.Workspace()
 
     def step():
         chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
-        return chosen, msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE, workspace)
+        return chosen, msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE)
 
     step()
     torch.cuda.synchronize()
