@@ -1,4 +1,4 @@
-"""MSA as an engine and a trainer call it: `index_topk`, `sparse_attention`, one signature each, over paged or packed keys.
+"""MSA as an engine and a trainer call it: `kv_insert`, `index_topk`, `sparse_attention`, one signature each.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
 elsewhere the torch reference of `kernels.msa`, request by request. A result depends on its own query and its own keys alone: it is
@@ -25,6 +25,8 @@ from samebits.quant.blocks import fast_path
 
 from . import msa
 from .msa import SparseConfig
+from .norm import gemma_rms_norm
+from .rope import apply_rope
 
 DIM, BLOCK, HEADS_A_GROUP = 128, 128, 16
 
@@ -99,18 +101,81 @@ def sparse_attention(
     Args:
         q: bf16 [T, H, D]. chosen: int32 [T, G, topk] from `index_topk` (or replayed): block ids, -1 only after them.
     Returns:
-        [T, H, D] in q's dtype.
+        [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.
     """
     if _kernels_take(q, BLOCK) and q.shape[1] // chosen.shape[1] <= HEADS_A_GROUP:
         from . import triton_msa
 
-        return triton_msa.attend(q, cache, chosen, batch, scale)[0]
+        return triton_msa.sparse_attention(q, cache, chosen, batch, scale)
     out = torch.zeros_like(q)
     for r, rows, q_pos in _requests(batch):
         k, v = _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2])
         args = (q[None, rows], k[None], v[None], q_pos[None].long(), scale, chosen[None, rows])
         out[rows] = msa.attend(*args)[0]
     return out
+
+
+class Norms(NamedTuple):
+    """Per-head Gemma norm weights [D] of one layer, and their epsilon."""
+
+    q: Tensor
+    k: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    eps: float
+
+
+def kv_insert(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    norms: Norms,
+    table: tuple[Tensor, Tensor],
+    position: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    index_cache: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate the heads of a projection, and write K, V and the index key into their pages, in place.
+
+    Args:
+        q: bf16 [T, H, D]. k, v, index_q: [T, G, D]. index_k: [T, D]. Views of one projection's output will do.
+        table: cos and sin of `kernels.rope.rope_table`. position: int32 [T], -1 for padding.
+        slots: int64 [T], page * 128 + place in the page, no two equal; -1 writes nothing.
+        cache, index_cache: pages (see the module), each of a format of its own.
+    Returns:
+        (q [T, H, D], index_q [T, G, D]) in bf16, normed and rotated.
+    """
+    if _kernels_take(q, BLOCK):
+        from . import triton_msa
+
+        return triton_msa.kv_insert(q, k, v, index_q, index_k, norms, table, position, slots, cache, index_cache)
+    cos, sin = (t[position.clamp_min(0).long()] for t in table)
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        return apply_rope(gemma_rms_norm(x, weight, norms.eps), cos, sin)
+
+    written = slots >= 0
+    k, index_k = turned(k, norms.k)[written], turned(index_k[:, None], norms.index_k)[written]
+    v, slots = v[written], slots[written]
+    if cache.dtype == torch.uint8:
+        kv.write_pages(cache, slots, k, v)
+    else:
+        _put(cache, torch.cat((k, v), -1), slots)
+    if index_cache.dtype == torch.uint8:
+        kv.write_index_pages(index_cache, slots, index_k[:, 0])
+    else:
+        _put(index_cache[:, None], index_k, slots)
+    return turned(q, norms.q), turned(index_q, norms.index_q)
+
+
+def _put(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """`rows` [T, heads, E] into `pages` [pages, heads, 128, E], E4M3 saturating."""
+    if pages.dtype == torch.float8_e4m3fn:
+        pages, rows = pages.view(torch.uint8), kv.round_e4m3(rows).to(torch.float8_e4m3fn).view(torch.uint8)
+    pages[slots // BLOCK, :, slots % BLOCK] = rows.to(pages.dtype)
 
 
 def _kernels_take(q: Tensor, block: int) -> bool:

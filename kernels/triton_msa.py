@@ -9,9 +9,11 @@ import triton
 from torch import Tensor
 
 from .msa import SparseConfig
-from .msa_ops import DIM, Batch, Packed, Pages
+from .msa_ops import DIM, Batch, Norms, Packed, Pages
 from .triton_msa_attend import attend_kernel
+from .triton_msa_backward import PackedAttention
 from .triton_msa_index import choose_kernel, score_kernel
+from .triton_msa_insert import insert_kernel
 
 FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
 SLOT = 9216
@@ -22,9 +24,8 @@ SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Warps of an attention program: part of the arithmetic, since a warp's blocks are summed before warps are.
-WARPS = 8
-PARTS = 1
-STAGES = {0: 2, 1: 2, 2: 3}  # of the software pipeline, by format
+WARPS = 16
+STAGES = {0: 1, 1: 2, 2: 2}  # of the software pipeline, by format
 
 
 def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
@@ -123,6 +124,79 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
         )
 
 
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+    """`msa_ops.sparse_attention` on CUDA."""
+    if isinstance(cache, Packed) and torch.is_grad_enabled() and any(t.requires_grad for t in (q, cache.keys, cache.values)):
+        if q.shape[0] != cache.keys.shape[0]:
+            raise ValueError("gradients need every token of the packed keys to be a query")
+        chosen = chosen.contiguous()
+        return PackedAttention.apply(
+            q,
+            cache.keys,
+            cache.values,
+            lambda: attend(q.detach(), cache, chosen, batch, scale, lse=True),
+            chosen,
+            batch.start,
+            batch.request,
+            batch.position,
+            scale,
+        )
+    return attend(q, cache, chosen, batch, scale)[0]
+
+
+def kv_insert(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    norms: Norms,
+    table: tuple[Tensor, Tensor],
+    position: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    index_cache: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`msa_ops.kv_insert` on CUDA."""
+    tokens, heads, _ = q.shape
+    groups = k.shape[1]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    index_q_out = torch.empty(index_q.shape, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return q_out, index_q_out
+    rows = [x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(-2) == DIM) else x.contiguous() for x in (q, k, v, index_q, index_k)]
+    keys, values, strides, _, form = _layout(Pages(cache, slots))
+    index_form = FORMATS[index_cache.dtype]
+    cos, sin = table
+    with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
+        insert_kernel[(heads + 3 * groups + 1, tokens)](
+            *rows,
+            q_out,
+            index_q_out,
+            *norms[:4],
+            cos.contiguous(),
+            sin.contiguous(),
+            position,
+            slots,
+            keys,
+            values,
+            _plain(index_cache),
+            *(x.stride(0) for x in rows),
+            *strides,
+            index_cache.stride(0),
+            index_cache.stride(1) if index_form != 2 else 0,
+            norms.eps,
+            H=heads,
+            G=groups,
+            ROTARY=cos.shape[1],
+            FORMAT=form,
+            INDEX_FORMAT=index_form,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return q_out, index_q_out
+
+
 def attend(
     q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +233,6 @@ def attend(
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
             STAGES=STAGES[form],
-            PARTS=PARTS,
             num_warps=warps,
             num_stages=STAGES[form],
             enable_fp_fusion=False,

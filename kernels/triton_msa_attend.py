@@ -1,7 +1,7 @@
 """MSA attention on CUDA, forward: a query's 16 heads of one KV group over its chosen blocks.
 
 **One order.** A program is one query token and one KV group, in decode, prefill and training alike, and it has eight warps. Warp w takes the
-chosen blocks at places w and w + 8, in tiles of 64 keys, as in flash attention; the warps' results (maximum, sum, weighted values) are
+chosen blocks at places w and w + 8, in tiles of 32 keys, as in flash attention; the warps' results (maximum, sum, weighted values) are
 then reduced over the warps. Every operation on the way to a query's result is the same, in the same order, and none depends on any other
 query. Multiply and add are never contracted, so that kernels for other formats of pages round alike.
 
@@ -34,31 +34,37 @@ ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
 
 
 @triton.jit
-def _scores(query, keys_ptr, offset, limit, column_limit, begin, token_stride, WARPS: tl.constexpr, FORMAT: tl.constexpr):
-    """[WARPS, 16, PART], -inf from key `limit` of the block on."""
-    x, raw = load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
-    scores = tl.dot(query, tl.permute(decode_keys(x, raw, WARPS, PART, FORMAT), [0, 2, 1]))
-    return tl.where((key_of_label(PART) + begin)[None, None, :] < column_limit[:, None, None], scores, float("-inf"))
+def _place(chosen_ptr, table_ptr, position, page_stride, token_stride, PAGED: tl.constexpr):
+    """Of the block at a lane's place: keys that the query sees, and its offset in 16 elements."""
+    block = tl.load(chosen_ptr)
+    if PAGED:
+        offset = tl.load(table_ptr + block, mask=block >= 0, other=0).to(tl.int64) * (page_stride // 16)
+    else:
+        offset = (tl.load(table_ptr) + block * PAGE).to(tl.int64) * (token_stride // 16)
+    return tl.where(block < 0, 0, position + 1 - block * PAGE), offset
 
 
 @triton.jit
-def _weighted(weights, values, values_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, FORMAT: tl.constexpr):
-    """`values` and the weighted sum of PART values more."""
-    a, b, c, d, words = load_values(values_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
-    tile = decode_values(a, b, c, d, words, limit, begin, WARPS, PART, FORMAT)
-    return tl.dot(weights_for_values(weights, WARPS, ROWS, PART), tile, values)
-
-
-@triton.jit
-def _weights(scores, top, factor):
-    """2^(scores * factor - top)."""
-    return tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(-top[:, :, None], scores.shape)))
+def _ends(chosen_ptr, position):
+    """Keys that the query sees of the block at each warp's place."""
+    block = tl.load(chosen_ptr)
+    return tl.where(block < 0, 0, position + 1 - block * PAGE)
 
 
 @triton.jit
 def _finite(x):
     """0 for -inf, so that differences of what may both be -inf are no NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def _over_warps(x, WARPS: tl.constexpr):
+    """Sum over the first dimension, neighbours first. `tl.sum` over warps would shuffle every element three times."""
+    if WARPS == 1:
+        return tl.reshape(x, [ROWS, 128])
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(x, [WARPS // 2, 2, ROWS, 128]), [0, 2, 3, 1]))
+        return _over_warps(a + b, WARPS // 2)
 
 
 @triton.jit
@@ -85,7 +91,6 @@ def attend_kernel(
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
     STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """One query token and KV group a program."""
     row = tl.program_id(0).to(tl.int64)  # token * G + group
@@ -101,47 +106,43 @@ def attend_kernel(
     query = tl.load(query_ptr + at, mask=(head < HEADS)[:, None], other=0.0).to(OPERAND)
     query = tl.broadcast_to(label_query(query, ROWS, FORMAT)[None], [WARPS, ROWS, 128])
 
-    lane = tl.arange(0, WARPS * 32)
-    warp = tl.arange(0, WARPS)
-    places = 1 + (tl.load(chosen_ptr + WARPS) >= 0).to(tl.int32) if TOPK == 2 * WARPS else TOPK // WARPS
+    lane, warp = tl.arange(0, WARPS * 32) // 32, tl.arange(0, WARPS)
     top = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
     total = tl.zeros([WARPS, ROWS], tl.float32)
     values = tl.zeros([WARPS, ROWS, 128], tl.float32)
-    block = tl.load(chosen_ptr + lane // 32)
-    block_w = tl.load(chosen_ptr + warp)
-    for place in range(places):
-        limit = tl.where(block < 0, 0, position + 1 - block * PAGE)
-        limit_w = tl.where(block_w < 0, 0, position + 1 - block_w * PAGE)
-        if PAGED:
-            offset = tl.load(table_ptr + block, mask=block >= 0, other=0).to(tl.int64) * (page_stride // 16)
-        else:
-            offset = (tl.load(table_ptr) + block * PAGE).to(tl.int64) * (token_stride // 16)
-        ahead = tl.minimum(place + 1, TOPK // WARPS - 1) * WARPS
-        block = tl.load(chosen_ptr + ahead + lane // 32)
-        block_w = tl.load(chosen_ptr + ahead + warp)
-        for begin in tl.range(0, PAGE, PARTS * PART, num_stages=STAGES):
-            s = _scores(query, keys_ptr, offset, limit, limit_w, begin, token_stride, WARPS, FORMAT)
-            new_top = tl.maximum(top, tl.max(s, axis=2) * factor)
-            if PARTS == 2:
-                t = _scores(query, keys_ptr, offset, limit, limit_w, begin + 32, token_stride, WARPS, FORMAT)
-                new_top = tl.maximum(new_top, tl.max(t, axis=2) * factor)
+    for first in tl.static_range(0, TOPK, 2 * WARPS):
+        # Two places a warp in one loop, so that the pipeline does not run dry between them.
+        limit_a, offset_a = _place(chosen_ptr + first + lane, table_ptr, position, page_stride, token_stride, PAGED)
+        ends_a = _ends(chosen_ptr + first + warp, position)
+        tiles = tl.where(tl.load(chosen_ptr + first) >= 0, 4, 0)
+        if TOPK > WARPS:
+            limit_b, offset_b = _place(chosen_ptr + first + WARPS + lane, table_ptr, position, page_stride, token_stride, PAGED)
+            ends_b = _ends(chosen_ptr + first + WARPS + warp, position)
+            tiles += tl.where(tl.load(chosen_ptr + first + WARPS) >= 0, 4, 0)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            begin = tile % 4 * 32  # four tiles of 32 keys a block
+            limit, offset, ends = limit_a, offset_a, ends_a
+            if TOPK > WARPS:
+                limit = tl.where(tile < 4, limit_a, limit_b)
+                offset = tl.where(tile < 4, offset_a, offset_b)
+                ends = tl.where(tile < 4, ends_a, ends_b)
+            x, raw = load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
+            scores = tl.dot(query, tl.permute(decode_keys(x, raw, WARPS, PART, FORMAT), [0, 2, 1]))
+            scores = tl.where((key_of_label(PART) + begin)[None, None, :] < ends[:, None, None], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=2) * factor)
             origin = _finite(new_top)
             shrink = tl.exp2(top - origin)
-            values = values * shrink[:, :, None]
-            s = _weights(s, origin, factor)
-            added = tl.sum(s, axis=2)
-            values = _weighted(s, values, values_ptr, offset, limit, begin, token_stride, WARPS, FORMAT)
-            if PARTS == 2:
-                t = _weights(t, origin, factor)
-                added += tl.sum(t, axis=2)
-                values = _weighted(t, values, values_ptr, offset, limit, begin + 32, token_stride, WARPS, FORMAT)
-            total = total * shrink + added
+            weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(-origin[:, :, None], scores.shape)))
+            total = total * shrink + tl.sum(weights, axis=2)
+            a, b, c, d, words = load_values(values_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
+            tile_v = decode_values(a, b, c, d, words, limit, begin, WARPS, PART, FORMAT)
+            values = tl.dot(weights_for_values(weights, WARPS, ROWS, PART), tile_v, values * shrink[:, :, None])
             top = new_top
 
     all_top = tl.max(top, axis=0)
     share = tl.exp2(top - _finite(all_top)[None, :])
     all_total = tl.sum(total * share, axis=0)
-    all_values = tl.sum(values * share[:, :, None], axis=0)
+    all_values = _over_warps(values * share[:, :, None], WARPS)
     inverse = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32) * unit(FORMAT), tl.where(all_total > 0, all_total, 1.0))
     out = natural_output(all_values * inverse[:, None], ROWS)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])

@@ -110,10 +110,10 @@ def choose_kernel(
     SIZE: tl.constexpr,  # power of two, at least `blocks`
 ):
     row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, SIZE)
+    score = tl.load(scores_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))  # beyond `own`: never written
     position = tl.load(position_ptr + row // G)
     own = tl.where(position < 0, -1, position // 128)
-    block = tl.arange(0, SIZE)
-    score = tl.load(scores_ptr + row * blocks + block, mask=block <= own, other=float("-inf"))
     if INIT > 0:
         score = tl.where(block < INIT, 1e30, score)
     score = tl.where(block > own - LOCAL, 1e29, score)

@@ -34,7 +34,7 @@ import triton.language as tl
 BF16, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PAGE = tl.constexpr(128)  # keys of a block, and of a page
 DIM = tl.constexpr(128)
-PART = tl.constexpr(32)  # keys that attention loads at a time; a tile of its softmax is two of these
+PART = tl.constexpr(32)  # keys of a warp's tile in attention
 SLOT = tl.constexpr(9216)  # bytes of an NVFP4 plane: 128 tokens of 64 bytes of codes, then 1024 bytes of scales
 # Triton's interpreter (TRITON_INTERPRET=1, CPU) has no inline assembly and wrong bf16 dots: fp32 there, by plain operations.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -283,7 +283,8 @@ def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr,
     row = tl.arange(0, REPS * WARPS * 32)
     rep = row // (WARPS * 32)
     key = _key_order(rep // PARTS * 8 + row // 4 % 8) + begin
-    inside = key < _spread(limit, REPS, WARPS)
+    limit = _spread(limit, REPS, WARPS)
+    inside = limit > 0 if FORMAT == NVFP4 else key < limit  # a page is whole: its unused keys can be read, and are masked as scores
     offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
     if FORMAT == NVFP4:
         words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
@@ -319,12 +320,12 @@ def load_values(values_ptr, offset, limit, begin, token_stride, WARPS: tl.conste
     if FORMAT == NVFP4:
         words = (values_ptr + offset).to(tl.pointer_type(tl.int32))
         codes = (words + (quad * 64 + group * 2))[:, None] + tl.arange(0, 2)[None, :]
-        inside = (quad * 4 < limit)[:, None]
+        inside = (limit > 0)[:, None]
         a = tl.load(codes, mask=inside, other=0)
         b = tl.load(codes + 16, mask=inside, other=0)
         c = tl.load(codes + 32, mask=inside, other=0)
         d = tl.load(codes + 48, mask=inside, other=0)
-        scales = tl.load(words + (PAGE * 16 + quad * 8 + group), mask=quad * 4 < limit, other=0)
+        scales = tl.load(words + (PAGE * 16 + quad * 8 + group), mask=limit > 0, other=0)
         return a, b, c, d, scales
     elif FORMAT == FP8:
         words = (values_ptr + offset).to(tl.pointer_type(tl.int32)) + (quad * token_stride + group * 4)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from samebits.kernels import msa_ops, triton_msa, triton_msa_tiles
+from samebits.kernels import msa_ops, triton_msa, triton_msa_backward, triton_msa_tiles
 from samebits.kernels.msa import SparseConfig
-from tests.support.msa_cases import FORMATS, make
+from tests.support.msa_cases import FORMATS, insert_case, make
 
 CONFIG = SparseConfig()
 
@@ -45,11 +45,45 @@ def choice_and_attention() -> None:
             close("packed", packed, out, 1e-5)
 
 
+def inserted_bytes() -> None:
+    """Pages and queries of `kv_insert`; rows whose squares sum exactly, so that the order of the sum is no matter."""
+    for form in FORMATS:
+        args, caches = insert_case(form, tokens=3, heads=2, groups=1)
+        others = [c.clone() for c in caches]
+        want = msa_ops.kv_insert(*args, *caches)
+        have = triton_msa.kv_insert(*args, *others)
+        check(f"{form} queries", all(torch.equal(a, b) for a, b in zip(have, want, strict=True)))
+        check(f"{form} pages", all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(caches, others, strict=True)))
+
+
+def gradients_of_packed_keys() -> None:
+    """Against autograd through the reference: two sequences, one past the chosen blocks."""
+    total = [40, 300]
+    case = make(total, total, "bf16", groups=1, heads=2)
+    config = SparseConfig(topk=2)
+    chosen = msa_ops.index_topk(case.index_q, case.packed_index, case.batch, config)
+    q, k, v = (t.float().requires_grad_() for t in (case.q, case.packed.keys, case.packed.values))
+    packed = case.packed._replace(keys=k, values=v)
+    out = msa_ops.sparse_attention(q, packed, chosen, case.batch, 0.1)
+    grad = torch.randn_like(out)
+    want = torch.autograd.grad(out, (q, k, v), grad)
+    have_out, lse = triton_msa.attend(q.detach(), case.packed, chosen, case.batch, 0.1, lse=True)
+    close("training forward", have_out, out, 1e-5)
+    batch = case.batch
+    have = triton_msa_backward.gradients(
+        grad, q.detach(), k.detach(), v.detach(), have_out, lse, chosen, batch.start, batch.request, batch.position, 0.1
+    )
+    for name, a, b in zip("qkv", have, want, strict=True):
+        close(f"gradient of {name}", a, b, 1e-4)
+
+
 def main() -> None:
     """All cases."""
     if not triton_msa_tiles.INTERPRETED.value:
         raise SystemExit("set TRITON_INTERPRET=1")
     choice_and_attention()
+    inserted_bytes()
+    gradients_of_packed_keys()
     print("same results")
 
 

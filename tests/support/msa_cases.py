@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.kernels.msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
+from samebits.kernels.msa_ops import BLOCK, DIM, Batch, Norms, Packed, Pages, batch_of
+from samebits.kernels.rope import rope_table
 from samebits.quant import kv
 
 FORMATS = ("bf16", "fp8", "nvfp4")
@@ -100,3 +101,27 @@ def round_trip(x: Tensor, form: str) -> Tensor:
     if form == "nvfp4":
         return kv.round_trip(x)
     return x.to(torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn).float()
+
+
+def insert_case(form: str, tokens: int, heads: int = 64, groups: int = 4, device: str = "cpu", seed: int = 0, exact: bool = True):
+    """Arguments of `kv_insert` but the caches, and caches full of 0xFF. `exact`: small integers, whose squares sum exactly."""
+    g = torch.Generator(device).manual_seed(seed)
+    columns = heads + 3 * groups + 1
+    x = torch.randn(tokens, columns, DIM, generator=g, device=device) * 3
+    x = (x.round() if exact else x).bfloat16()
+    q, k, v, index_q, index_k = x.split((heads, groups, groups, groups, 1), dim=1)  # views of one projection's output
+    norms = Norms(*((torch.randn(DIM, generator=g, device=device) * 0.2).bfloat16() for _ in range(4)), 1e-6)
+    position = torch.randint(0, 4096, (tokens,), generator=g, device=device).int()
+    pages = -(-tokens // BLOCK) + 2
+    slots = torch.randperm(pages * BLOCK, generator=g, device=device)[:tokens]
+    slots[tokens // 2] = -1
+    if form == "nvfp4":
+        shapes, dtype = (kv.page_shape(pages, groups, DIM), kv.index_page_shape(pages, DIM)), torch.uint8
+    else:
+        shapes, dtype = ((pages, groups, BLOCK, 2 * DIM), (pages, BLOCK, DIM)), torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn
+    caches = []
+    for shape in shapes:
+        blank = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
+        caches.append(blank.view(dtype))
+    table = rope_table(4096, 64, 5e6, device)
+    return (q, k, v, index_q, index_k[:, 0], norms, table, position, slots), caches
