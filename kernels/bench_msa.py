@@ -1,12 +1,13 @@
-"""Speed of MSA decode: `samebits bench kernels --what msa --json FILE`, or `python -m samebits.kernels.bench_msa --json FILE`.
+"""Speed of MSA: `samebits bench kernels --what msa --json FILE`, or `python -m samebits.kernels.bench_msa --json FILE`.
 
-MiniMax-M3's shapes (64 query, 4 KV and 4 index heads of 128, 16 blocks of 128 keys), one query token a request, shuffled pages. Each line is
-CUDA-graph replay: the graph holds several calls on different queries and block choices over pages far larger than the L2 cache, and
-the median replay is divided by their number. The copy that gives the bandwidth runs first, in the same process. A floor is the bytes
-that must be read (keys of the context; K and V of the chosen blocks) over that bandwidth, which counts bytes read and written.
+Decode at MiniMax-M3's shapes (64 query, 4 KV and 4 index heads of 128, 16 blocks of 128 keys), one query token a request, shuffled pages.
+Each line is CUDA-graph replay: the graph holds several calls on different queries and block choices over pages larger than the L2
+cache, and the median replay is divided by their number. Prefill, training and gradients of 32768 tokens (CUDA events) and `kv_insert`
+follow. The copy that gives the bandwidth runs first, in the same process; a floor is the bytes that must be moved (keys of the context; K
+and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
-Peers where they can be imported: FlashInfer's `msa_ops` (fp8 and bf16 pages) and vLLM's own MiniMax-M3 kernels (bf16 pages); otherwise their
-absence is recorded. Before a shape is timed, our choice and attention are compared with the torch reference on two of its requests.
+Peers where they can be imported: FlashInfer's `msa_ops` (fp8 and bf16 pages) and vLLM's own MiniMax-M3 kernels (bf16 pages); otherwise
+their absence is recorded. Before a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import datetime
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +27,10 @@ from torch import Tensor
 from samebits.quant import bench as formats
 from samebits.quant import kv
 
-from . import msa, msa_ops
+from . import msa_ops
 from .msa import SparseConfig
-from .msa_ops import BLOCK, DIM, Batch, Pages
+from .msa_ops import BLOCK, DIM, Batch, Norms, Packed, Pages, batch_of
+from .rope import rope_table
 
 HEADS, GROUPS, TOPK = 64, 4, 16
 SHAPES = ((1, 131072), (8, 131072), (32, 8192), (32, 32768), (32, 131072))
@@ -79,7 +80,67 @@ def run(shapes: tuple[tuple[int, int], ...] = SHAPES, repeat: int = 20) -> dict[
                         {"requests": requests, "context": context, "format": form, "name": name, "us": replay(calls, repeat)}
                     )
             del case
+    torch.cuda.empty_cache()
+    for line in (*training(32768), *insertion((512, 4096), copy)):
+        result["results"].append(line)
     return result
+
+
+def training(tokens: int, repeat: int = 5) -> list[dict[str, Any]]:
+    """One sequence: choice, forward over NVFP4 pages (prefill) and over packed bf16 (training), and all gradients.
+
+    Keys are random: neighbouring queries share no more blocks than chance has it.
+    """
+    from . import triton_msa
+    from .triton_msa_backward import gradients
+
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device="cuda").bfloat16()
+
+    q, index_q, index_k = normal(tokens, HEADS, DIM), normal(tokens, GROUPS, DIM), normal(tokens, DIM)
+    k, v = (kv.round_trip(normal(tokens, GROUPS, DIM)) for _ in range(2))
+    batch = batch_of([tokens], device="cuda")
+    packed = Packed(k, v, batch.start[:1], tokens // BLOCK)
+    index = packed._replace(keys=index_k, values=None)
+    pages = torch.zeros(kv.page_shape(tokens // BLOCK, GROUPS, DIM), dtype=torch.uint8, device="cuda")
+    kv.write_pages(pages, torch.arange(tokens, device="cuda"), k, v)
+    cache = Pages(pages, torch.arange(tokens // BLOCK, dtype=torch.int32, device="cuda")[None])
+    scale = msa_ops.default_scale()
+    chosen = msa_ops.index_topk(index_q, index, batch, CONFIG)
+    out, lse = triton_msa.attend(q, packed, chosen, batch, scale, lse=True)
+    saved = (normal(tokens, HEADS, DIM), q, k, v, out, lse, chosen, batch.start, batch.request, batch.position, scale)
+    calls: dict[str, tuple[str, Callable[[], Any]]] = {
+        "choice": ("bf16", lambda: msa_ops.index_topk(index_q, index, batch, CONFIG)),
+        "prefill": ("nvfp4", lambda: triton_msa.attend(q, cache, chosen, batch, scale)),
+        "training forward": ("bf16", lambda: triton_msa.attend(q, packed, chosen, batch, scale, lse=True)),
+        "backward": ("bf16", lambda: gradients(*saved)),
+    }
+    return [
+        {"tokens": tokens, "format": form, "name": name, "us": formats.time_cuda(call, repeat) * 1e6}
+        for name, (form, call) in calls.items()
+    ]
+
+
+def insertion(counts: tuple[int, ...], copy: float, repeat: int = 20) -> list[dict[str, Any]]:
+    """`kv_insert` into NVFP4 pages; the floor is its input, its queries and 72 bytes a row."""
+    g = torch.Generator("cuda").manual_seed(0)
+    table = rope_table(8192, 64, 5e6, "cuda")
+    norms = Norms(*(torch.zeros(DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4)), 1e-6)
+    lines = []
+    for tokens in counts:
+        split = (HEADS, GROUPS, GROUPS, GROUPS, 1)
+        rows = [torch.randn(tokens, sum(split), DIM, generator=g, device="cuda").bfloat16().split(split, dim=1) for _ in range(8)]
+        pages = torch.zeros(kv.page_shape(tokens // BLOCK, GROUPS, DIM), dtype=torch.uint8, device="cuda")
+        index = torch.zeros(kv.index_page_shape(tokens // BLOCK, DIM), dtype=torch.uint8, device="cuda")
+        slots = torch.randperm(tokens, generator=g, device="cuda")
+        place = (norms, table, slots.int(), slots, pages, index)
+        calls = [lambda r=r, place=place: msa_ops.kv_insert(*r[:4], r[4][:, 0], *place) for r in rows]
+        moved = tokens * (sum(split) * DIM * 2 + (HEADS + GROUPS) * DIM * 2 + (2 * GROUPS + 1) * BYTES["nvfp4"])
+        line = {"tokens": tokens, "format": "nvfp4", "name": "insert", "us": replay(calls, repeat), "floor_us": moved / copy * 1e6}
+        lines.append(line | {"of_floor": line["floor_us"] / line["us"]})
+    return lines
 
 
 class Case:
@@ -308,7 +369,8 @@ def show(result: dict[str, Any]) -> None:
     print(" · ".join(str(v) for v in result["machine"].values()), "·", ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
     print(f"copy {result['copy_gb_s']:.0f} GB/s; " + "; ".join(f"{k}: {v}" for k, v in result["peers"].items()))
     for line in result["results"]:
-        text = f"{line['requests']:3d} x {line['context']:6d} {line['format']:5s} {line['name']:28s} {line['us']:8.1f} us"
+        shape = f"{line['requests']:3d} x {line['context']:6d}" if "context" in line else f"{line['tokens']:5d} tok."
+        text = f"{shape} {line['format']:5s} {line['name']:28s} {line['us']:8.1f} us"
         if "floor_us" in line:
             text += f"  floor {line['floor_us']:6.1f} us, {100 * line['of_floor']:4.0f} %"
         print(text)
@@ -317,8 +379,6 @@ def show(result: dict[str, Any]) -> None:
     for name in wrong:
         print(f"  differs: {name}")
 
-
-__all__ = ["main", "msa", "run", "show"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,11 @@
 """MSA as an engine and a trainer call it: `kv_insert`, `index_topk`, `sparse_attention`, one signature each.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
-elsewhere the torch reference of `kernels.msa`, request by request. A result depends on its own query and its own keys alone: it is
-bitwise the same alone or in any batch, as one token or as one of many, from pages or from packed tensors of the same values.
+elsewhere the torch reference of `kernels.msa`, request by request. A kernel's result depends on its own query and its own keys alone:
+it is bitwise the same alone or in any batch, as one token or one of many, from pages or from packed tensors of the same values.
 
-**Batch.** T query tokens of R requests, the tokens of a request consecutive. Each has its position; the keys at positions 0 to its own are the
-request's cache, or, in training, the packed tokens themselves. Chunked prefill, decode with several tokens and training are all so.
+**Batch.** T query tokens of R requests, the tokens of a request consecutive. Each has its position; the keys at positions 0 to its own
+are the request's cache, or, in training, the packed tokens themselves. Chunked prefill, decode with several tokens and training are all so.
 
 **Pages.** A cache is told by its tensor: uint8 are NVFP4 pages (`quant.kv`), bf16 or E4M3 (scale 1) are pages [pages, G, 128, 2 D], K then
 V along the last dimension, and [pages, 128, D] for index keys, as vLLM lays out MiniMax-M3's.
@@ -93,9 +93,7 @@ def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: Spar
     return chosen
 
 
-def sparse_attention(
-    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float
-) -> Tensor:
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of every query to its chosen blocks.
 
     Args:

@@ -24,7 +24,8 @@ SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Warps of an attention program: part of the arithmetic, since a warp's blocks are summed before warps are.
-WARPS = 16
+WARPS = 8
+PART = 64  # keys of a warp's tile, likewise
 STAGES = {0: 1, 1: 2, 2: 2}  # of the software pipeline, by format
 
 
@@ -169,7 +170,7 @@ def kv_insert(
     index_form = FORMATS[index_cache.dtype]
     cos, sin = table
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        insert_kernel[(heads + 3 * groups + 1, tokens)](
+        insert_kernel[(heads // groups + 4, tokens)](
             *rows,
             q_out,
             index_q_out,
@@ -197,9 +198,7 @@ def kv_insert(
     return q_out, index_q_out
 
 
-def attend(
-    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
     tokens, heads, _ = q.shape
     groups, topk = chosen.shape[1:]
@@ -233,6 +232,7 @@ def attend(
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
             STAGES=STAGES[form],
+            PART=PART,
             num_warps=warps,
             num_stages=STAGES[form],
             enable_fp_fusion=False,

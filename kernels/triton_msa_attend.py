@@ -1,9 +1,9 @@
 """MSA attention on CUDA, forward: a query's 16 heads of one KV group over its chosen blocks.
 
-**One order.** A program is one query token and one KV group, in decode, prefill and training alike, and it has eight warps. Warp w takes the
-chosen blocks at places w and w + 8, in tiles of 32 keys, as in flash attention; the warps' results (maximum, sum, weighted values) are
-then reduced over the warps. Every operation on the way to a query's result is the same, in the same order, and none depends on any other
-query. Multiply and add are never contracted, so that kernels for other formats of pages round alike.
+**One order.** A program is one query token and one KV group, in decode, prefill and training alike, with a warp for each of the 16 places
+of chosen blocks. A warp goes through its block in tiles of 32 keys, as in flash attention; the warps' results (maximum, sum, weighted
+values) are then reduced over the warps. Every operation on the way to a query's result is the same, in the same order, and none depends
+on any other query. Multiply and add are never contracted, so that kernels for other formats of pages round alike.
 
 The warps are a batch dimension of the MMAs, whose sixteen rows are the heads: scores become weights in the registers they were made
 in, and no warp waits for another before the reduction. Raw pages are copied to shared memory ahead of their use (Triton's software
@@ -18,7 +18,6 @@ import triton.language as tl
 from .triton_msa_tiles import (
     OPERAND,
     PAGE,
-    PART,
     decode_keys,
     decode_values,
     key_of_label,
@@ -91,6 +90,7 @@ def attend_kernel(
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
     STAGES: tl.constexpr,
+    PART: tl.constexpr,  # keys of a warp's tile
 ):
     """One query token and KV group a program."""
     row = tl.program_id(0).to(tl.int64)  # token * G + group
@@ -114,18 +114,18 @@ def attend_kernel(
         # Two places a warp in one loop, so that the pipeline does not run dry between them.
         limit_a, offset_a = _place(chosen_ptr + first + lane, table_ptr, position, page_stride, token_stride, PAGED)
         ends_a = _ends(chosen_ptr + first + warp, position)
-        tiles = tl.where(tl.load(chosen_ptr + first) >= 0, 4, 0)
+        tiles = tl.where(tl.load(chosen_ptr + first) >= 0, 128 // PART, 0)
         if TOPK > WARPS:
             limit_b, offset_b = _place(chosen_ptr + first + WARPS + lane, table_ptr, position, page_stride, token_stride, PAGED)
             ends_b = _ends(chosen_ptr + first + WARPS + warp, position)
-            tiles += tl.where(tl.load(chosen_ptr + first + WARPS) >= 0, 4, 0)
+            tiles += tl.where(tl.load(chosen_ptr + first + WARPS) >= 0, 128 // PART, 0)
         for tile in tl.range(0, tiles, num_stages=STAGES):
-            begin = tile % 4 * 32  # four tiles of 32 keys a block
+            begin = tile % (128 // PART) * PART
             limit, offset, ends = limit_a, offset_a, ends_a
             if TOPK > WARPS:
-                limit = tl.where(tile < 4, limit_a, limit_b)
-                offset = tl.where(tile < 4, offset_a, offset_b)
-                ends = tl.where(tile < 4, ends_a, ends_b)
+                limit = tl.where(tile < 128 // PART, limit_a, limit_b)
+                offset = tl.where(tile < 128 // PART, offset_a, offset_b)
+                ends = tl.where(tile < 128 // PART, ends_a, ends_b)
             x, raw = load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
             scores = tl.dot(query, tl.permute(decode_keys(x, raw, WARPS, PART, FORMAT), [0, 2, 1]))
             scores = tl.where((key_of_label(PART) + begin)[None, None, :] < ends[:, None, None], scores, float("-inf"))

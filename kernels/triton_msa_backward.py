@@ -164,7 +164,17 @@ def by_block(chosen: Tensor, start: Tensor, request: Tensor) -> ByBlock:
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen: Tensor, start: Tensor, request: Tensor, position: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    start: Tensor,
+    request: Tensor,
+    position: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) of attention over packed keys; `start` int32 [R + 1]."""
     tokens, heads, _ = q.shape
@@ -194,7 +204,9 @@ class PackedAttention(torch.autograd.Function):
     """Forward kernel over packed keys with these gradients."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, attend, chosen: Tensor, start: Tensor, request: Tensor, position: Tensor, scale: float):
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, attend, chosen: Tensor, start: Tensor, request: Tensor, position: Tensor, scale: float
+    ):
         """`attend()` gives (output, lse)."""
         out, lse = attend()
         ctx.scale = scale

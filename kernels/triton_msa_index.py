@@ -7,7 +7,8 @@ The next tile is loaded before the present one is decoded, and page ids two bloc
 
 **Choice.** One program a query and head. Scores become integers that order as they do, and bisection, by counting, finds a value that
 exactly 16 blocks reach, or the 16th largest itself where several are equal to it: of those the lowest ids are taken. A running count
-puts the chosen in ascending order. Nothing is sorted. Equal scores (-0.0 and 0.0 are equal) go to the lower block, as in `kernels.msa.select_blocks`.
+puts the chosen in ascending order. Nothing is sorted. Equal scores (-0.0 and 0.0 are equal) go to the lower block, as in
+`kernels.msa.select_blocks`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def score_kernel(
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
 ):
+    """Scores of some tokens of a request and every n-th block; program (share of the blocks, request, tile of tokens)."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     request = tl.program_id(1)
     column = tl.arange(0, N)
@@ -109,6 +111,7 @@ def choose_kernel(
     LOCAL: tl.constexpr,
     SIZE: tl.constexpr,  # power of two, at least `blocks`
 ):
+    """Choice of one query and index head a program."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
     score = tl.load(scores_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))  # beyond `own`: never written
@@ -118,8 +121,8 @@ def choose_kernel(
         score = tl.where(block < INIT, 1e30, score)
     score = tl.where(block > own - LOCAL, 1e29, score)
     order = tl.where((block <= own) & (score > float("-inf")), _order(score), 0)
-    # Bisection for the TOPK-th largest: at least TOPK blocks reach `low`, fewer reach `high`. Of any TOPK groups of blocks each has one that
-    # reaches the smallest of their maxima. Where all blocks fit, every one is chosen.
+    # Bisection for the TOPK-th largest: at least TOPK blocks reach `low`, fewer reach `high`. Of any TOPK groups of blocks each has one
+    # that reaches the smallest of their maxima. Where all blocks fit, every one is chosen.
     groups = tl.max(tl.reshape(order, [TOPK, SIZE // TOPK]), axis=1)
     low = tl.min(groups, axis=0)
     if INIT + LOCAL < TOPK:

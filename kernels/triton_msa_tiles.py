@@ -34,7 +34,6 @@ import triton.language as tl
 BF16, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PAGE = tl.constexpr(128)  # keys of a block, and of a page
 DIM = tl.constexpr(128)
-PART = tl.constexpr(32)  # keys of a warp's tile in attention
 SLOT = tl.constexpr(9216)  # bytes of an NVFP4 plane: 128 tokens of 64 bytes of codes, then 1024 bytes of scales
 # Triton's interpreter (TRITON_INTERPRET=1, CPU) has no inline assembly and wrong bf16 dots: fp32 there, by plain operations.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -179,10 +178,8 @@ def _bytes(x):
 @triton.jit
 def label_dims(x, WARPS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
     """[ROWS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0] to [WARPS, ROWS, 128] in the order of labels."""
-    if FORMAT == BF16:  # runs of two
-        x = tl.permute(x, [1, 0, 2, 4, 6, 7, 3, 5])  # w, i1, i0, t, h
-    else:  # of four: two neighbouring steps of an MMA share a run
-        x = tl.permute(x, [1, 0, 2, 4, 7, 3, 6, 5])  # w, i0, t, i1, h
+    # Runs of two are w, i1, i0, t, h; in runs of four, w, i0, t, i1, h, two neighbouring steps of an MMA share a run.
+    x = tl.permute(x, [1, 0, 2, 4, 6, 7, 3, 5]) if FORMAT == BF16 else tl.permute(x, [1, 0, 2, 4, 7, 3, 6, 5])
     return tl.reshape(x, [WARPS, ROWS, 128])
 
 
@@ -275,7 +272,7 @@ def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr,
     """Raw bits of KEYS keys a warp, each of a block of its own, in the order `key_of_label`; zero from `limit` on.
 
     Args:
-        offset: int64 [WARPS * 32], from `keys_ptr` to the block of a lane's warp, in 16 elements. limit: int32 [WARPS * 32], its number of keys.
+        offset: int64 [WARPS * 32], from `keys_ptr` to the block of a lane's warp, in 16 elements. limit: int32 [WARPS * 32], its keys.
         begin: the first key, the same in every block.
     """
     PARTS: tl.constexpr = 4 if FORMAT == BF16 else (2 if FORMAT == FP8 else 1)
@@ -284,7 +281,7 @@ def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr,
     rep = row // (WARPS * 32)
     key = _key_order(rep // PARTS * 8 + row // 4 % 8) + begin
     limit = _spread(limit, REPS, WARPS)
-    inside = limit > 0 if FORMAT == NVFP4 else key < limit  # a page is whole: its unused keys can be read, and are masked as scores
+    inside = limit > 0 if FORMAT == NVFP4 else key < limit  # pages are whole: unused keys can be read, and are masked as scores
     offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
     if FORMAT == NVFP4:
         words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))

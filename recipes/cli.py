@@ -1,4 +1,4 @@
-"""The command line: `samebits train`, `samebits quantize`, `samebits plan`, `samebits tiny-m3`.
+"""The command line: `samebits train`, `samebits quantize`, `samebits plan`, `samebits bench`, `samebits tiny-m3`.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .bench_cli import bench_app
 from .plan_cli import plan_app
 from .terminal import fail
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(plan_app, name="plan")
+app.add_typer(bench_app, name="bench")
 console = Console()
 
 

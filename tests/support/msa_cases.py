@@ -34,7 +34,7 @@ def make(
     integers: bool = False,
     device: str = "cpu",
 ) -> Case:
-    """Requests of `total` tokens whose last `new` are queries. `integers`: index queries and keys whose products are exact, with many ties."""
+    """Requests of `total` tokens, the last `new` of them queries. `integers`: index queries and keys with exact products, many tied."""
     g = torch.Generator(device).manual_seed(seed)
     length = sum(total)
 

@@ -1,0 +1,42 @@
+"""`samebits bench`: speed of what the project adds, beside what it must beat. Benchmarks live with their code; this starts them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .terminal import fail, write_json
+
+bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
+KERNELS = {"msa": "samebits.kernels.bench_msa"}  # each module has `run` and `show`
+
+
+@bench_app.callback()
+def _group() -> None:
+    """Keeps `bench` a group while it has one command."""
+
+
+@bench_app.command("kernels")
+def kernels(
+    what: Annotated[str, typer.Option(help=f"which kernels: {', '.join(KERNELS)}")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+) -> None:
+    """Time kernels against the bandwidth of a copy in the same run, and against peers that are installed."""
+    import torch
+
+    if what not in KERNELS:
+        raise fail(f"no kernels called {what!r}; there are: {', '.join(KERNELS)}")
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        raise fail("the kernel benchmarks need a CUDA GPU and Triton")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise fail(f"{json_file}: no such folder")
+    module = import_module(KERNELS[what])
+    result = module.run()
+    module.show(result)
+    write_json(json_file, result)
+    if not all(result["equal"].values()):
+        raise fail("kernels and reference disagree", 1)
