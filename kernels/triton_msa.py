@@ -23,6 +23,8 @@ SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
 SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
+# Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before they read.
+EARLY = True
 # Warps of an attention program: part of the arithmetic, since a warp's blocks are summed before warps are.
 WARPS = 8
 PART = 64  # keys of a warp's tile, likewise
@@ -121,6 +123,7 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
             INIT=config.init_blocks,
             LOCAL=config.local_blocks,
             SIZE=size,
+            launch_pdl=EARLY and scores.is_cuda,
             num_warps=max(1, min(8, size // 256)),
         )
 
@@ -236,6 +239,7 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
             num_warps=warps,
             num_stages=STAGES[form],
             enable_fp_fusion=False,
+            launch_pdl=EARLY and q.is_cuda,
         )
     return out, sums
 

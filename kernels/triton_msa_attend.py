@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .triton_msa_tiles import (
+    INTERPRETED,
     OPERAND,
     PAGE,
     decode_keys,
@@ -93,6 +95,8 @@ def attend_kernel(
     PART: tl.constexpr,  # keys of a warp's tile
 ):
     """One query token and KV group a program."""
+    if not INTERPRETED:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)  # token * G + group
     token, group = row // G, row % G
     chosen_ptr += row * TOPK

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_msa_tiles import OPERAND, PAGE, decode_keys, label_query, load_index_keys, unit
+from .triton_msa_tiles import INTERPRETED, OPERAND, PAGE, decode_keys, label_query, load_index_keys, unit
 
 
 @triton.jit
@@ -49,6 +50,8 @@ def score_kernel(
     PAGED: tl.constexpr,
 ):
     """Scores of some tokens of a request and every n-th block; program (share of the blocks, request, tile of tokens)."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
     split, splits = tl.program_id(0), tl.num_programs(0)
     request = tl.program_id(1)
     column = tl.arange(0, N)
@@ -114,6 +117,9 @@ def choose_kernel(
     """Choice of one query and index head a program."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
+    if not INTERPRETED:
+        gdc_wait()
+        gdc_launch_dependents()
     score = tl.load(scores_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))  # beyond `own`: never written
     position = tl.load(position_ptr + row // G)
     own = tl.where(position < 0, -1, position // 128)

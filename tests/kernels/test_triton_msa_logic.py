@@ -118,7 +118,6 @@ def test_the_decoders_have_the_instructions_they_are_said_to_have(tiles):
     assert names.count("shr.u32") == 1 and len(names) == 18  # with .reg
 
 
-@pytest.mark.slow
 def test_kernels_in_the_interpreter_give_the_results_of_torch():
     """In a process of its own: TRITON_INTERPRET is read when the kernels are defined."""
     done = subprocess.run(
