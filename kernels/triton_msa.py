@@ -23,12 +23,12 @@ SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
 SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
-# Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before they read.
+# Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
 EARLY = True
-# Warps of an attention program: part of the arithmetic, since a warp's blocks are summed before warps are.
-WARPS = 8
-PART = 64  # keys of a warp's tile, likewise
-STAGES = {0: 1, 1: 2, 2: 2}  # of the software pipeline, by format
+# Warps of an attention program and keys of a warp's tile: part of the arithmetic, since a tile has one maximum and a warp's blocks are
+# summed before warps are. Stages of the software pipeline, by format: 1 loads straight into registers. Swept on an H200, E4M3 at 2 only.
+WARPS, PART = 8, 64
+STAGES = {0: 1, 1: 2, 2: 1}
 
 
 def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
@@ -41,23 +41,19 @@ def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: Spar
     if tokens * groups * blocks > SCORE_MEMORY:
         step = max(SCORE_TOKENS, SCORE_MEMORY // (groups * blocks))
     for first in range(0, tokens, step):
-        part, request, rows = _part(batch, first, min(first + step, tokens))
-        scores = index_scores(index_q[rows], _rows_of(keys, request), part)
+        part, rows = _part(batch, first, min(first + step, tokens))
+        scores = index_scores(index_q[rows], keys, part)
         choose(scores, part.position, config, out[rows])
     return out
 
 
-def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice, slice]:
-    """Tokens `first` to `end` - 1 of a batch, with all requests."""
+def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice]:
+    """Tokens `first` to `end` - 1 of a batch, of all requests, and which they are."""
     if first == 0 and end == batch.position.numel():
-        return batch, slice(None), slice(None)
+        return batch, slice(None)
     rows = slice(first, end)
     start = (batch.start - first).clamp(0, end - first)
-    return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), slice(None), rows
-
-
-def _rows_of(keys: Pages | Packed, request: slice) -> Pages | Packed:
-    return keys
+    return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), rows
 
 
 def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None) -> Tensor:

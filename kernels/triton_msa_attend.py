@@ -1,13 +1,13 @@
 """MSA attention on CUDA, forward: a query's 16 heads of one KV group over its chosen blocks.
 
-**One order.** A program is one query token and one KV group, in decode, prefill and training alike, with a warp for each of the 16 places
-of chosen blocks. A warp goes through its block in tiles of 32 keys, as in flash attention; the warps' results (maximum, sum, weighted
-values) are then reduced over the warps. Every operation on the way to a query's result is the same, in the same order, and none depends
+**One order.** A program is one query token and one KV group, in decode, prefill and training alike, and has eight warps. Warp w takes the
+chosen blocks at places w and w + 8, in tiles of 64 keys, as in flash attention; the warps' results (maximum, sum, weighted values) are
+then reduced over the warps. Every operation on the way to a query's result is the same, in the same order, and none depends
 on any other query. Multiply and add are never contracted, so that kernels for other formats of pages round alike.
 
 The warps are a batch dimension of the MMAs, whose sixteen rows are the heads: scores become weights in the registers they were made
-in, and no warp waits for another before the reduction. Raw pages are copied to shared memory ahead of their use (Triton's software
-pipeline) and decoded from there into registers.
+in, and no warp waits for another before the reduction. With more than one stage, raw pages are copied to shared memory ahead of their
+use (Triton's software pipeline) and decoded from there into registers; with one they are loaded where they are decoded.
 """
 
 from __future__ import annotations

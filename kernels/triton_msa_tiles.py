@@ -1,7 +1,7 @@
 """Tiles of K, V and index keys, from pages straight into the registers of the tensor cores: what all MSA kernels share.
 
-A program is one warp, and every tile is loaded so that each lane already holds the elements that `mma.m16n8k16` wants of it: nothing
-goes through shared memory, and NVFP4 codes become bf16 in the registers they were loaded into. Three ideas make that possible.
+Every tile of a warp is loaded so that each lane already holds the elements that `mma.m16n8k16` wants of it: none moves between lanes,
+and NVFP4 codes become bf16 in the registers they were loaded into. Three ideas make that possible.
 
 **Labels.** A sum does not care how its terms are numbered, as long as both operands agree. Lane (g, t) of an MMA (g = lane / 4,
 t = lane % 4) holds four of the sixteen k's of a step, for row or column g. Along the head dimension lane t is given the 32 dimensions from
@@ -21,7 +21,7 @@ times 2^-126, subnormal included; one exact multiply by the block scale times 2^
 significant bits and lies between 2^-17 and 21. Moving costs one AND, one multiply (two shifts at once), one AND for two codes.
 The factor 2^7 is given back in fp32 (`unit`); it is a power of two and changes no rounding.
 
-Keys at or beyond `limit` read as finite values in K (their scores are masked) and as zero in V, whatever the page holds there.
+Keys at or beyond `limit` may read as anything in K (their scores are masked) and read as zero in V, whatever the page holds there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ import triton.language as tl
 
 BF16, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PAGE = tl.constexpr(128)  # keys of a block, and of a page
-DIM = tl.constexpr(128)
-SLOT = tl.constexpr(9216)  # bytes of an NVFP4 plane: 128 tokens of 64 bytes of codes, then 1024 bytes of scales
 # Triton's interpreter (TRITON_INTERPRET=1, CPU) has no inline assembly and wrong bf16 dots: fp32 there, by plain operations.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 OPERAND = tl.float32 if INTERPRETED.value else tl.bfloat16

@@ -45,6 +45,15 @@ def choice_and_attention() -> None:
             close("packed", packed, out, 1e-5)
 
 
+def parts_of_a_long_batch() -> None:
+    """More queries than scores are held for: some at a time, with the choices of all at once."""
+    case = make([3, 17], [3, 140], "nvfp4", groups=1, heads=2, integers=True)
+    config = SparseConfig(topk=1)
+    want = msa_ops.index_topk(case.index_q, case.index, case.batch, config)
+    triton_msa.SCORE_MEMORY = 1
+    check("parts", torch.equal(triton_msa.index_topk(case.index_q, case.index, case.batch, config, None), want))
+
+
 def inserted_bytes() -> None:
     """Pages and queries of `kv_insert`; rows whose squares sum exactly, so that the order of the sum is no matter."""
     for form in FORMATS:
@@ -82,6 +91,7 @@ def main() -> None:
     if not triton_msa_tiles.INTERPRETED.value:
         raise SystemExit("set TRITON_INTERPRET=1")
     choice_and_attention()
+    parts_of_a_long_batch()
     inserted_bytes()
     gradients_of_packed_keys()
     print("same results")
