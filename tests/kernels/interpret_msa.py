@@ -46,12 +46,18 @@ def choice_and_attention() -> None:
 
 
 def parts_of_a_long_batch() -> None:
-    """More queries than scores are held for: some at a time, with the choices of all at once."""
-    case = make([3, 17], [3, 140], "nvfp4", groups=1, heads=2, integers=True)
-    config = SparseConfig(topk=1)
-    want = msa_ops.index_topk(case.index_q, case.index, case.batch, config)
+    """More queries than scores are held for: some at a time, with the choices of all at once.
+
+    No block is forced, and queries look for their own key, the last that they may see, or for the next one, which they may not.
+    """
+    case = make([3, 40], [3, 200], "nvfp4", groups=1, heads=2, integers=True)
+    config = SparseConfig(topk=1, local_blocks=0)
+    own = case.packed_index.keys[case.packed_index.start[case.batch.request.long()] + case.batch.position]
+    index_q = case.index_q.clone()
+    index_q[::2, 0], index_q[1::2, 0] = own[::2], own.roll(-1, 0)[1::2]
+    want = msa_ops.index_topk(index_q, case.index, case.batch, config)
     triton_msa.SCORE_MEMORY = 1
-    check("parts", torch.equal(triton_msa.index_topk(case.index_q, case.index, case.batch, config, None), want))
+    check("parts", torch.equal(triton_msa.index_topk(index_q, case.index, case.batch, config, None), want))
 
 
 def inserted_bytes() -> None:

@@ -65,7 +65,10 @@ def test_choice_equals_the_reference_ties_included(form, reference):
     assert (want[:, :, -1] >= 0).any() and (want[0, 0] == torch.tensor([0] + [-1] * 15, device="cuda")).all()
 
 
-@pytest.mark.parametrize("config", [SparseConfig(init_blocks=1), SparseConfig(local_blocks=3, init_blocks=2), SparseConfig(topk=32)])
+@pytest.mark.parametrize(
+    "config",
+    [SparseConfig(init_blocks=1), SparseConfig(local_blocks=3, init_blocks=2), SparseConfig(topk=32), SparseConfig(local_blocks=0)],
+)
 def test_other_forced_blocks_and_counts(config, reference):
     case = make(*RAGGED, "nvfp4", integers=True, device="cuda", seed=1)
     want = reference(lambda: msa_ops.index_topk(case.index_q, case.index, case.batch, config))
