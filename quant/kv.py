@@ -8,6 +8,7 @@ K of head h, slot 2h + 1 is V. A slot is 9216 bytes: the codes of its 128 tokens
     K   8 * token + group
     V   32 * (token // 4) + 4 * group + token % 4         ("token quads": the four tokens of a quad lie side by side)
 from there, for the 8 groups of 16 elements. The last two dimensions are a shape only: a token's scales are not in its 72 bytes.
+Index keys have pages of one such slot, laid out as K's: uint8 [pages, 128, 72] (`write_index_pages`, `read_index_pages`).
 
 **Re-rounded read** (`rounded=True`). Blackwell's attention takes K and V as E4M3: value = E4M3(code * scale), rounded to nearest even and
 saturated at 448, while the cache itself reaches 2688; a NaN scale counts as 0. The product is exact before that rounding (at most six
@@ -59,30 +60,61 @@ def write_pages(pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         k, v: [T, heads, D] (bf16 or fp32).
     Raises `NonFiniteWeight` when K or V holds NaN or infinity, `ValueError` when the shapes do not fit.
     """
-    d = k.shape[-1]
-    flat = _slots(pages, k.shape[-2], d)
+    flat = _slots(pages, k.shape[-2], k.shape[-1])
     for side, x in enumerate((k, v)):
-        t = _quantize(x)
-        codes_at, scales_at = _places(slots, d, side)
-        planes = flat[:, side::2]  # [pages, heads, slot bytes]
-        planes[(slots // PAGE)[:, None], :, codes_at] = t.codes.transpose(1, 2)
-        planes[(slots // PAGE)[:, None], :, scales_at] = t.block_scales.transpose(1, 2)
+        _write_planes(flat[:, side::2], slots, x, side)
 
 
 def read_pages(
     pages: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype = torch.float32, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """K and V [..., heads, D] of the tokens at `slots` (int64, any shape); `rounded`: as E4M3, see the module."""
-    heads = pages.shape[1] // 2
-    flat, at = _slots(pages, heads, head_dim), slots.reshape(-1)
-    out = []
-    for side in (0, 1):
-        codes_at, scales_at = _places(at, head_dim, side)
-        planes = flat[:, side::2]
-        codes = planes[(at // PAGE)[:, None], :, codes_at].transpose(1, 2)
-        scales = planes[(at // PAGE)[:, None], :, scales_at].transpose(1, 2)
-        out.append(_values(codes.contiguous(), scales.contiguous(), dtype, rounded).reshape(*slots.shape, heads, head_dim))
-    return out[0], out[1]
+    flat = _slots(pages, pages.shape[1] // 2, head_dim)
+    k, v = (_read_planes(flat[:, side::2], slots, head_dim, side, dtype, rounded) for side in (0, 1))
+    return k, v
+
+
+def index_page_shape(pages: int, head_dim: int) -> tuple[int, int, int]:
+    """Shape of a paged cache of index keys."""
+    return pages, PAGE, row_bytes(head_dim)
+
+
+def write_index_pages(pages: Tensor, slots: Tensor, k: Tensor) -> None:
+    """Write index keys `k` [T, D] into `pages` uint8 [pages, 128, D/2 + D/16], in place: each page is one slot as K has it.
+
+    `slots` and errors are those of `write_pages`.
+    """
+    _write_planes(_index_slots(pages, k.shape[-1]), slots, k[:, None], 0)
+
+
+def read_index_pages(pages: Tensor, slots: Tensor, head_dim: int, dtype: torch.dtype = torch.float32, rounded: bool = False) -> Tensor:
+    """Index keys [..., D] of the tokens at `slots` (int64, any shape)."""
+    return _read_planes(_index_slots(pages, head_dim), slots, head_dim, 0, dtype, rounded).squeeze(-2)
+
+
+def _write_planes(planes: Tensor, slots: Tensor, x: Tensor, side: int) -> None:
+    """Write `x` [T, heads, D] into `planes` [pages, heads, slot bytes]."""
+    t = _quantize(x)
+    codes_at, scales_at = _places(slots, x.shape[-1], side)
+    planes[(slots // PAGE)[:, None], :, codes_at] = t.codes.transpose(1, 2)
+    planes[(slots // PAGE)[:, None], :, scales_at] = t.block_scales.transpose(1, 2)
+
+
+def _read_planes(planes: Tensor, slots: Tensor, head_dim: int, side: int, dtype: torch.dtype, rounded: bool) -> Tensor:
+    """Values [..., heads, D] of the tokens at `slots`."""
+    at = slots.reshape(-1)
+    codes_at, scales_at = _places(at, head_dim, side)
+    codes = planes[(at // PAGE)[:, None], :, codes_at].transpose(1, 2)
+    scales = planes[(at // PAGE)[:, None], :, scales_at].transpose(1, 2)
+    return _values(codes.contiguous(), scales.contiguous(), dtype, rounded).reshape(*slots.shape, planes.shape[1], head_dim)
+
+
+def _index_slots(pages: Tensor, head_dim: int) -> Tensor:
+    """`pages` as [pages, 1, bytes of a slot]."""
+    want = index_page_shape(pages.shape[0], head_dim)
+    if tuple(pages.shape) != want or pages.dtype != torch.uint8:
+        raise ValueError(f"index pages must be uint8 {want}, got {pages.dtype} {tuple(pages.shape)}")
+    return pages.view(want[0], 1, PAGE * want[2])
 
 
 def _slots(pages: Tensor, heads: int, head_dim: int) -> Tensor:

@@ -1,7 +1,9 @@
-"""`samebits bench`: measurements of the parts, on this machine."""
+"""`samebits bench`: speed of what the project adds, beside what it must beat. Benchmarks live with their code; this starts them."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -9,30 +11,32 @@ import typer
 
 from .terminal import fail, write_json
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels on this machine.")
-KERNELS = ("moe",)
+bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
+KERNELS = {"moe": "samebits.kernels.bench_moe", "msa": "samebits.kernels.bench_msa"}
+"""Modules of which each has `run(save)`, which gives `right` beside the figures, and `show`."""
 
 
 @bench_app.callback()
-def bench() -> None:
-    """Measure on this machine."""
+def _group() -> None:
+    """Keeps `bench` a group while it has one command."""
 
 
-@bench_app.command()
+@bench_app.command("kernels")
 def kernels(
-    what: Annotated[str, typer.Option(help=f"what to measure: {', '.join(KERNELS)}")] = "moe",
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
+    what: Annotated[str, typer.Option(help=f"which kernels: {', '.join(KERNELS)}")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
-    """Kernels against their peers and against what the machine can do, in one run. Needs a CUDA GPU."""
-    if what not in KERNELS:
-        raise fail(f"no benchmark {what!r}: one of {', '.join(KERNELS)}")
+    """Time kernels against the bandwidth of a copy in the same run, and against peers that are installed."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise fail("bench kernels needs a CUDA GPU")
-    from samebits.kernels import bench_moe
-
-    result = bench_moe.run(save=lambda partial: write_json(json_file, partial))
-    bench_moe.show(result)
+    if what not in KERNELS:
+        raise fail(f"no kernels called {what!r}; there are: {', '.join(KERNELS)}")
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        raise fail("the kernel benchmarks need a CUDA GPU and Triton")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise fail(f"{json_file}: no such folder")
+    module = import_module(KERNELS[what])
+    result = module.run(save=lambda partial: write_json(json_file, partial))
+    module.show(result)
     if not result["right"]:
-        raise fail("results are wrong", 1)
+        raise fail("kernels and reference disagree", 1)

@@ -1,37 +1,67 @@
-"""`samebits bench`: one line for what cannot be measured."""
+"""`samebits bench kernels`: one line for what cannot be measured, and results written where they are asked for."""
+
+import json
+import sys
+import types
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from samebits.kernels import bench_moe
+from samebits.recipes import bench_cli
 from samebits.recipes.cli import app
 
 
-def test_an_unknown_benchmark_is_one_line():
-    result = CliRunner().invoke(app, ["bench", "kernels", "--what", "mow"])
-    assert result.exit_code == 2 and result.stderr == "samebits: no benchmark 'mow': one of moe\n"
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["bench", "kernels", *arguments])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_without_a_gpu_it_says_so():
-    result = CliRunner().invoke(app, ["bench", "kernels"])
-    assert result.exit_code == 2 and result.stderr == "samebits: bench kernels needs a CUDA GPU\n"
-    assert bench_moe.main([]) == 2
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_results_are_written_and_wrong_ones_are_status_1(right, tmp_path, monkeypatch):
-    def run(save):
-        save({"right": right})
-        return {"right": right}
-
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine that says it has a GPU and Triton, and a benchmark of known result."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench_moe, "run", run)
-    monkeypatch.setattr(bench_moe, "show", lambda result: None)
-    result = CliRunner().invoke(app, ["bench", "kernels", "--what", "moe", "--json", str(tmp_path / "out.json")])
-    assert result.exit_code == (0 if right else 1)
-    assert '"right"' in (tmp_path / "out.json").read_text()
+    monkeypatch.setattr(bench_cli, "find_spec", lambda name: object())
+    shown = []
+
+    def measure(save):
+        result = {"right": True, "results": [1]}
+        save(result)
+        return result
+
+    module = types.SimpleNamespace(run=measure, show=shown.append)
+    for name in bench_cli.KERNELS.values():
+        monkeypatch.setitem(sys.modules, name, module)
+    return module, shown
+
+
+def test_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("--what", "msa")
+    assert done.exit_code == 2 and "need a CUDA GPU" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_unknown_kernels_are_named(gpu):
+    done = run("--what", "mas")
+    assert done.exit_code == 2 and "'mas'" in done.stderr and "msa" in done.stderr
+
+
+def test_a_folder_that_does_not_exist_is_said_before_the_run(gpu, tmp_path):
+    done = run("--what", "msa", "--json", str(tmp_path / "none" / "out.json"))
+    assert done.exit_code == 2 and "no such folder" in done.stderr and not gpu[1]
+
+
+@pytest.mark.parametrize("what", ["moe", "msa"])
+def test_results_are_shown_and_written(gpu, tmp_path, what):
+    out = tmp_path / "out.json"
+    assert run("--what", what, "--json", str(out)).exit_code == 0
+    assert json.loads(out.read_text())["results"] == [1] and len(gpu[1]) == 1
+
+
+def test_disagreement_is_exit_1(gpu):
+    gpu[0].run = lambda save: {"right": False}
+    done = run("--what", "msa")
+    assert done.exit_code == 1 and "disagree" in done.stderr
 
 
 def test_the_peer_computes_the_same_experts(monkeypatch):

@@ -1,0 +1,279 @@
+"""Launches of the MSA kernels: shapes, strides, formats and how many programs; `kernels.msa_ops` says what they compute."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from .msa import SparseConfig
+from .msa_ops import DIM, Batch, Norms, Packed, Pages
+from .triton_msa_attend import attend_kernel
+from .triton_msa_backward import PackedAttention
+from .triton_msa_index import choose_kernel, score_kernel
+from .triton_msa_insert import insert_kernel
+
+FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
+SLOT = 9216
+# Programs of the score kernel for each multiprocessor, of one warp each: twice what is resident, so that none idles at the end. Fewer
+# registers (128, so 16 warps are resident) spill a few words and win all the same. Swept on an H200.
+SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
+SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
+SCORE_TOKENS = 8  # query tokens of a program at most
+SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
+# Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
+EARLY = True
+# Warps of an attention program and keys of a warp's tile: part of the arithmetic, since a tile has one maximum and a warp's blocks are
+# summed before warps are. Stages of the software pipeline, by format: 1 loads straight into registers. Swept on an H200, E4M3 at 2 only.
+WARPS, PART = 8, 64
+STAGES = {0: 1, 1: 2, 2: 1}
+
+
+def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
+    """`msa_ops.index_topk` on CUDA."""
+    tokens, groups, _ = index_q.shape
+    if out is None:
+        out = torch.empty(tokens, groups, config.topk, dtype=torch.int32, device=index_q.device)
+    blocks = _blocks(keys)
+    step = tokens
+    if tokens * groups * blocks > SCORE_MEMORY:
+        step = max(SCORE_TOKENS, SCORE_MEMORY // (groups * blocks))
+    for first in range(0, tokens, step):
+        part, rows = _part(batch, first, min(first + step, tokens))
+        scores = index_scores(index_q[rows], keys, part)
+        choose(scores, part.position, config, out[rows])
+    return out
+
+
+def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice]:
+    """Tokens `first` to `end` - 1 of a batch, of all requests, and which they are."""
+    if first == 0 and end == batch.position.numel():
+        return batch, slice(None)
+    rows = slice(first, end)
+    start = (batch.start - first).clamp(0, end - first)
+    return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), rows
+
+
+def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None) -> Tensor:
+    """fp32 [T, G, blocks]: the largest score of each block up to the query's own; entries beyond are not written."""
+    tokens, groups, _ = index_q.shape
+    requests, blocks = batch.start.numel() - 1, _blocks(keys)
+    scores = torch.empty(tokens, groups, blocks, dtype=torch.float32, device=index_q.device)
+    if scores.numel() == 0:
+        return scores
+    data = keys.data if isinstance(keys, Pages) else keys.keys
+    form = FORMATS[data.dtype]
+    together = min(SCORE_TOKENS, triton.next_power_of_2(batch.most))
+    tiles = triton.cdiv(batch.most, together)
+    if programs is None:
+        programs = SCORE_PROGRAMS * _multiprocessors(index_q.device)
+    splits = max(1, min(blocks, programs // (requests * tiles)))
+    # Even shares: with 1024 blocks over 700 programs half would do two blocks and half one.
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    paged = isinstance(keys, Pages)
+    with torch.cuda.device(index_q.device) if index_q.is_cuda else _Nothing():
+        score_kernel[(splits, requests, tiles)](
+            index_q.contiguous(),
+            _plain(data),
+            keys.table if paged else keys.start,
+            batch.start,
+            batch.position,
+            scores,
+            data.stride(0) if paged else 0,
+            data.stride(-2) if form != 2 else 0,
+            keys.table.stride(0) if paged else 0,
+            blocks,
+            1,
+            G=groups,
+            TOKENS=together,
+            N=max(8, together * groups),
+            KEYS=SCORE_KEYS[form],
+            FORMAT=form,
+            PAGED=paged,
+            num_warps=1,
+            num_stages=1,
+            enable_fp_fusion=False,
+            maxnreg=SCORE_REGISTERS if form == 2 else None,
+        )
+    return scores
+
+
+def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) -> None:
+    """Block ids of the best scores [T, G, blocks] into `out` [T, G, topk]."""
+    tokens, groups, blocks = scores.shape
+    if not out.numel():
+        return
+    if config.topk & (config.topk - 1):
+        raise ValueError(f"the number of chosen blocks must be a power of two, got {config.topk}")
+    size = max(triton.next_power_of_2(blocks), 2 * config.topk)
+    with torch.cuda.device(scores.device) if scores.is_cuda else _Nothing():
+        choose_kernel[(tokens * groups,)](
+            scores,
+            position,
+            out,
+            blocks,
+            G=groups,
+            TOPK=config.topk,
+            INIT=config.init_blocks,
+            LOCAL=config.local_blocks,
+            SIZE=size,
+            launch_pdl=EARLY and scores.is_cuda,
+            num_warps=max(1, min(8, size // 256)),
+        )
+
+
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+    """`msa_ops.sparse_attention` on CUDA."""
+    if isinstance(cache, Packed) and torch.is_grad_enabled() and any(t.requires_grad for t in (q, cache.keys, cache.values)):
+        if q.shape[0] != cache.keys.shape[0]:
+            raise ValueError("gradients need every token of the packed keys to be a query")
+        chosen = chosen.contiguous()
+        return PackedAttention.apply(
+            q,
+            cache.keys,
+            cache.values,
+            lambda: attend(q.detach(), cache, chosen, batch, scale, lse=True),
+            chosen,
+            batch.start,
+            batch.request,
+            batch.position,
+            scale,
+        )
+    return attend(q, cache, chosen, batch, scale)[0]
+
+
+def kv_insert(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    norms: Norms,
+    table: tuple[Tensor, Tensor],
+    position: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    index_cache: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`msa_ops.kv_insert` on CUDA."""
+    tokens, heads, _ = q.shape
+    groups = k.shape[1]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    index_q_out = torch.empty(index_q.shape, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return q_out, index_q_out
+    rows = [x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(-2) == DIM) else x.contiguous() for x in (q, k, v, index_q, index_k)]
+    keys, values, strides, _, form = _layout(Pages(cache, slots))
+    index_form = FORMATS[index_cache.dtype]
+    cos, sin = table
+    with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
+        insert_kernel[(heads // groups + 4, tokens)](
+            *rows,
+            q_out,
+            index_q_out,
+            *norms[:4],
+            cos.contiguous(),
+            sin.contiguous(),
+            position,
+            slots,
+            keys,
+            values,
+            _plain(index_cache),
+            *(x.stride(0) for x in rows),
+            *strides,
+            index_cache.stride(0),
+            index_cache.stride(1) if index_form != 2 else 0,
+            norms.eps,
+            H=heads,
+            G=groups,
+            ROTARY=cos.shape[1],
+            FORMAT=form,
+            INDEX_FORMAT=index_form,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return q_out, index_q_out
+
+
+def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
+    tokens, heads, _ = q.shape
+    groups, topk = chosen.shape[1:]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sums = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if lse else None
+    if not q.numel():
+        return out, sums
+    if topk & (topk - 1):
+        raise ValueError(f"the number of chosen blocks must be a power of two, got {topk}")
+    warps = min(WARPS, topk)
+    keys, values, strides, table, form = _layout(cache)
+    with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
+        attend_kernel[(tokens * groups,)](
+            q.contiguous(),
+            keys,
+            values,
+            table,
+            batch.request,
+            batch.position,
+            chosen.contiguous(),
+            out,
+            sums,
+            *strides,
+            table.stride(0),
+            scale * math.log2(math.e) * (128.0 if form == 2 else 1.0),
+            G=groups,
+            HEADS=heads // groups,
+            TOPK=topk,
+            WARPS=warps,
+            LSE=lse,
+            FORMAT=form,
+            PAGED=isinstance(cache, Pages),
+            STAGES=STAGES[form],
+            PART=PART,
+            num_warps=warps,
+            num_stages=STAGES[form],
+            enable_fp_fusion=False,
+            launch_pdl=EARLY and q.is_cuda,
+        )
+    return out, sums
+
+
+def _layout(cache: Pages | Packed) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, int]:
+    """(keys, values, (page, token, head) strides, table, format)."""
+    if isinstance(cache, Packed):
+        k, v = cache.keys, cache.values
+        if k.stride() != v.stride() or k.stride(2) != 1:
+            k, v = k.contiguous(), v.contiguous()
+        return _plain(k), _plain(v), (0, k.stride(0), k.stride(1)), cache.start, FORMATS[k.dtype]
+    data = cache.data
+    form = FORMATS[data.dtype]
+    if form == 2:
+        flat = data.view(-1)
+        return flat, flat[SLOT:], (data.stride(0), 0, 2 * SLOT), cache.table, form
+    plain = _plain(data)
+    return plain, plain[..., DIM:], (data.stride(0), data.stride(2), data.stride(1)), cache.table, form
+
+
+def _plain(x: Tensor) -> Tensor:
+    """E4M3 as bytes: kernels read its bits."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _blocks(keys: Pages | Packed) -> int:
+    return keys.table.shape[1] if isinstance(keys, Pages) else keys.blocks
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class _Nothing:
+    """No device to make current, under Triton's interpreter."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass

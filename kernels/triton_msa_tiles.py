@@ -1,0 +1,388 @@
+"""Tiles of K, V and index keys, from pages straight into the registers of the tensor cores: what all MSA kernels share.
+
+Every tile of a warp is loaded so that each lane already holds the elements that `mma.m16n8k16` wants of it: none moves between lanes,
+and NVFP4 codes become bf16 in the registers they were loaded into. Three ideas make that possible.
+
+**Labels.** A sum does not care how its terms are numbered, as long as both operands agree. Lane (g, t) of an MMA (g = lane / 4,
+t = lane % 4) holds four of the sixteen k's of a step, for row or column g. Along the head dimension lane t is given the 32 dimensions from
+32 t: two NVFP4 groups, 16 bytes of codes. Dimension 32 t + 8 w + 4 h + 2 i1 + i0 takes part in step 2 w + i1, in register i0, as half h:
+a 32-bit word of eight codes then makes the pairs (code i, code i + 4) that sit 16 bits apart. bf16 and fp8 keys take the same
+places, so that a dot product is the same sum in the same order whatever the page's format. `label_dims` brings a tile in natural order into
+this one, without moving anything between lanes. (Triton numbers the k's of a lane in runs of two or four, by the narrowest type that it
+believes to see behind an operand: hence two orders of labels, which put every dimension and every key in the same place of the
+same instruction. Were it to choose other runs, results would stay right, but be moved through shared memory, and no longer have equal
+bits between formats.)
+
+**Rows.** A two-dimensional load [rows, V] with V contiguous elements is laid out by Triton as V elements a lane and rows across lanes, in
+order. Which address a row means is free arithmetic, so rows are counted as lanes are: t fastest, then g.
+
+**Decode.** An E2M1 code, moved to where bf16 has its sign, the two low bits of its exponent and the top bit of its fraction, is its value
+times 2^-126, subnormal included; one exact multiply by the block scale times 2^119 leaves value * 2^-7, which has at most six
+significant bits and lies between 2^-17 and 21. Moving costs one AND, one multiply (two shifts at once), one AND for two codes.
+The factor 2^7 is given back in fp32 (`unit`); it is a power of two and changes no rounding.
+
+Keys at or beyond `limit` may read as anything in K (their scores are masked) and read as zero in V, whatever the page holds there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+BF16, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PAGE = tl.constexpr(128)  # keys of a block, and of a page
+# Triton's interpreter (TRITON_INTERPRET=1, CPU) has no inline assembly and wrong bf16 dots: fp32 there, by plain operations.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+OPERAND = tl.float32 if INTERPRETED.value else tl.bfloat16
+OPERAND = tl.constexpr(OPERAND)
+
+_E2M1_ASM = tl.constexpr("""{
+.reg .b32 high, c;
+shr.u32 high, $4, 8;
+and.b32 c, $4, 0x000F000F;
+mul.lo.u32 c, c, 0x1040;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $0, c, $5;
+and.b32 c, $4, 0x00F000F0;
+mul.lo.u32 c, c, 0x104;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $1, c, $5;
+and.b32 c, high, 0x000F000F;
+mul.lo.u32 c, c, 0x1040;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $2, c, $5;
+and.b32 c, high, 0x00F000F0;
+mul.lo.u32 c, c, 0x104;
+and.b32 c, c, 0x81C081C0;
+mul.rn.bf16x2 $3, c, $5;
+}""")
+# E4M3 bits four places up are bf16 bits of value * 2^-120; 2^239, in two steps, makes them value * 2^119.
+_SCALE_ASM = tl.constexpr("""{
+.reg .b32 c, k;
+mov.b32 k, 0x7B807B80;
+mul.rn.bf16x2 c, $1, k;
+mov.b32 k, 0x7B007B00;
+mul.rn.bf16x2 $0, c, k;
+}""")
+_E4M3_ASM = tl.constexpr("""{
+.reg .b32 c, s, k;
+mov.b32 k, 0x7B807B80;
+prmt.b32 c, $4, $5, 0x4400;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $0, c, k;
+prmt.b32 c, $4, $5, 0x5511;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $1, c, k;
+prmt.b32 c, $4, $5, 0x6622;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $2, c, k;
+prmt.b32 c, $4, $5, 0x7733;
+shr.u32 s, c, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 c, c, 0x80008000;
+or.b32 c, c, s;
+mul.rn.bf16x2 $3, c, k;
+}""")
+
+
+@triton.jit
+def unit(FORMAT: tl.constexpr):
+    """What a decoded tile must be multiplied by to be the values."""
+    return 128.0 if FORMAT == NVFP4 else 1.0
+
+
+@triton.jit
+def _e4m3_fp32(bits):
+    """fp32 value of E4M3 bits (int32) without NaN."""
+    magnitude = bits & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    return tl.where(bits > 0x7F, -value, value)
+
+
+@triton.jit
+def _e2m1_fp32(code):
+    """fp32 value of E2M1 codes (int32, 0..15)."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _scales(bits):
+    """Operand values of E4M3 scales (int32 bits, sign ignored; NaN reads as 480), times 2^119; under the interpreter times 2^-7."""
+    if INTERPRETED:
+        return _e4m3_fp32(bits & 0x7F) * 0.0078125
+    raw = ((bits & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _halves(x):
+    """int32 words [..] as their 16-bit halves [.., 2], the low one first."""
+    return tl.join((x & 0xFFFF).to(tl.int16), ((x >> 16) & 0xFFFF).to(tl.int16))
+
+
+@triton.jit
+def _nibbles(x, scales):
+    """Values * 2^-7 of 16-bit groups of four codes [..]: [.., 2, 2], the last dimensions the two bits of the code's place."""
+    if INTERPRETED:
+        x = x.to(tl.int32)
+        a, b = _e2m1_fp32(x & 15) * scales, _e2m1_fp32((x >> 4) & 15) * scales
+        c, d = _e2m1_fp32((x >> 8) & 15) * scales, _e2m1_fp32((x >> 12) & 15) * scales
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E2M1_ASM,
+            "=r,=r,=r,=r,r,r",
+            [x, scales],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _bytes(x):
+    """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `_nibbles`."""
+    if INTERPRETED:
+        a, b = _e4m3_fp32(x & 0xFF), _e4m3_fp32((x >> 8) & 0xFF)
+        c, d = _e4m3_fp32((x >> 16) & 0xFF), _e4m3_fp32((x >> 24) & 0xFF)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E4M3_ASM,
+            "=r,=r,=r,=r,r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+# ------------------------------------------------------------------------------------------------------------------ head dimension
+
+
+@triton.jit
+def label_dims(x, WARPS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0] to [WARPS, ROWS, 128] in the order of labels."""
+    # Runs of two are w, i1, i0, t, h; in runs of four, w, i0, t, i1, h, two neighbouring steps of an MMA share a run.
+    x = tl.permute(x, [1, 0, 2, 4, 6, 7, 3, 5]) if FORMAT == BF16 else tl.permute(x, [1, 0, 2, 4, 7, 3, 6, 5])
+    return tl.reshape(x, [WARPS, ROWS, 128])
+
+
+@triton.jit
+def label_query(x, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS, 128] in natural order to the order of labels."""
+    x = tl.reshape(x, [ROWS // 8, 1, 8, 4, 4, 2, 2, 2])
+    return tl.reshape(label_dims(x, 1, ROWS, FORMAT), [ROWS, 128])
+
+
+@triton.jit
+def load_index_keys(base, first, limit, one, token_stride, KEYS: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr):
+    """Raw bits of KEYS index keys from key `first` of a block, for one warp.
+
+    Args:
+        base: of the block: uint8 plane of an NVFP4 page; otherwise key 0's row, `token_stride` elements from one key to the next.
+        limit: keys of the block from here on may not exist (MASKED) or hold anything. one: the number 1, unknown to the compiler.
+    Returns:
+        (words or elements [lanes, vector], scale bits or anything).
+    """
+    if FORMAT == NVFP4:
+        row = tl.arange(0, KEYS * 4)
+        key = row // 4 + first
+        at = (key * 16 + (row % 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
+        x = tl.load(base.to(tl.pointer_type(tl.int32)) + at)
+        # A lane takes the two scale bytes of its own groups; times `one`, so that Triton does not widen the load and move lanes.
+        raw = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int16)) + (key * 4 + row % 4) * one).to(tl.int32)
+    elif FORMAT == FP8:
+        row = tl.arange(0, KEYS * 8)  # rep, w2, g, t
+        key = row // 64 * 8 + row // 4 % 8 + first
+        at = (key * token_stride + (row % 4) * 32 + (row // 32 % 2) * 16) // 4
+        x = _load_rows(base.to(tl.pointer_type(tl.int32)), at, key < limit, 4, MASKED)
+        raw = at
+    else:
+        row = tl.arange(0, KEYS * 16)  # rep, w, g, t
+        key = row // 128 * 8 + row // 4 % 8 + first
+        at = key * token_stride + (row % 4) * 32 + (row // 32 % 4) * 8
+        x = _load_rows(base, at, key < limit, 8, MASKED)
+        raw = at
+    return x, raw
+
+
+@triton.jit
+def _load_rows(base, at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+    at = at[:, None] + tl.arange(0, VECTOR)[None, :]
+    if MASKED:
+        return tl.load(base + at, mask=inside[:, None], other=0)
+    else:
+        return tl.load(base + at)
+
+
+@triton.jit
+def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Operand [WARPS, KEYS, 128], dimensions in the order of labels, of raw bits in rows of (repetitions, warp, g, t)."""
+    if FORMAT == NVFP4:
+        scales = _scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
+        tile = tl.reshape(_nibbles(_halves(x), scales), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+    elif FORMAT == FP8:
+        tile = tl.reshape(_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
+        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+    else:
+        tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, WARPS, 8, 4, 8])
+        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+    return label_dims(tile, WARPS, KEYS, FORMAT)
+
+
+# ------------------------------------------------------------------------------------------------- attention: a block for each warp
+
+
+@triton.jit
+def _spread(x, REPS: tl.constexpr, WARPS: tl.constexpr):
+    """[WARPS * 32] for each lane to [REPS * WARPS * 32] rows."""
+    return tl.reshape(tl.broadcast_to(x[None, :], [REPS, WARPS * 32]), [REPS * WARPS * 32])
+
+
+@triton.jit
+def key_of_label(KEYS: tl.constexpr):
+    """Keys in the order of the scores' columns: a lane that has columns 2t, 2t+1, 2t+8, 2t+9 of 16 has the four keys of token quad t."""
+    return _key_order(tl.arange(0, KEYS))
+
+
+@triton.jit
+def _key_order(label):
+    return label // 16 * 16 + (label // 2 % 4) * 4 + (label // 8 % 2) * 2 + label % 2
+
+
+@triton.jit
+def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Raw bits of KEYS keys a warp, each of a block of its own, in the order `key_of_label`; zero from `limit` on.
+
+    Args:
+        offset: int64 [WARPS * 32], from `keys_ptr` to the block of a lane's warp, in 16 elements. limit: int32 [WARPS * 32], its keys.
+        begin: the first key, the same in every block.
+    """
+    PARTS: tl.constexpr = 4 if FORMAT == BF16 else (2 if FORMAT == FP8 else 1)
+    REPS: tl.constexpr = KEYS // 8 * PARTS
+    row = tl.arange(0, REPS * WARPS * 32)
+    rep = row // (WARPS * 32)
+    key = _key_order(rep // PARTS * 8 + row // 4 % 8) + begin
+    limit = _spread(limit, REPS, WARPS)
+    inside = limit > 0 if FORMAT == NVFP4 else key < limit  # pages are whole: unused keys can be read, and are masked as scores
+    offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
+    if FORMAT == NVFP4:
+        words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
+        x = tl.load((words + (key * 16 + row % 4 * 4))[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+        # The word that holds a lane's two scale bytes: 4 bytes, so that it can be copied asynchronously.
+        raw = tl.load(words + (PAGE * 16 + key * 2 + row % 4 // 2), mask=inside, other=0) >> (row % 2 * 16)
+    elif FORMAT == FP8:
+        words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
+        at = (key * token_stride + (row % 4) * 32 + rep % 2 * 16) // 4
+        x = tl.load((words + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+        raw = key
+    else:
+        at = offset + (key * token_stride + (row % 4) * 32 + rep % 4 * 8)
+        x = tl.load((keys_ptr + at)[:, None] + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0)
+        raw = key
+    return x, raw
+
+
+@triton.jit
+def load_values(values_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Raw bits of KEYS values a warp, as `load_keys`: lane (t, g) has token quad t of each 16 and dimensions 16 g on.
+
+    Returns the four keys of the quads apart (see `decode_values`), and scale words (or anything, where there are no scales).
+    """
+    PARTS: tl.constexpr = 2 if FORMAT == BF16 else 1
+    REPS: tl.constexpr = KEYS // 16 * PARTS
+    row = tl.arange(0, REPS * WARPS * 32)
+    rep = row // (WARPS * 32)
+    group = row // 4 % 8
+    quad = rep // PARTS * 4 + row % 4 + begin // 4
+    limit = _spread(limit, REPS, WARPS)
+    offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
+    if FORMAT == NVFP4:
+        words = (values_ptr + offset).to(tl.pointer_type(tl.int32))
+        codes = (words + (quad * 64 + group * 2))[:, None] + tl.arange(0, 2)[None, :]
+        inside = (limit > 0)[:, None]
+        a = tl.load(codes, mask=inside, other=0)
+        b = tl.load(codes + 16, mask=inside, other=0)
+        c = tl.load(codes + 32, mask=inside, other=0)
+        d = tl.load(codes + 48, mask=inside, other=0)
+        scales = tl.load(words + (PAGE * 16 + quad * 8 + group), mask=limit > 0, other=0)
+        return a, b, c, d, scales
+    elif FORMAT == FP8:
+        words = (values_ptr + offset).to(tl.pointer_type(tl.int32)) + (quad * token_stride + group * 4)
+        column = tl.arange(0, 4)[None, :]
+        a = tl.load(words[:, None] + column, mask=(quad * 4 < limit)[:, None], other=0)
+        b = tl.load((words + token_stride // 4)[:, None] + column, mask=(quad * 4 + 1 < limit)[:, None], other=0)
+        c = tl.load((words + token_stride // 2)[:, None] + column, mask=(quad * 4 + 2 < limit)[:, None], other=0)
+        d = tl.load((words + token_stride // 4 * 3)[:, None] + column, mask=(quad * 4 + 3 < limit)[:, None], other=0)
+        return a, b, c, d, quad
+    else:
+        rows = values_ptr + offset + (quad * 4 * token_stride + group * 16 + rep % 2 * 8)
+        column = tl.arange(0, 8)[None, :]
+        a = tl.load(rows[:, None] + column, mask=(quad * 4 < limit)[:, None], other=0)
+        b = tl.load((rows + token_stride)[:, None] + column, mask=(quad * 4 + 1 < limit)[:, None], other=0)
+        c = tl.load((rows + token_stride * 2)[:, None] + column, mask=(quad * 4 + 2 < limit)[:, None], other=0)
+        d = tl.load((rows + token_stride * 3)[:, None] + column, mask=(quad * 4 + 3 < limit)[:, None], other=0)
+        return a, b, c, d, quad
+
+
+@triton.jit
+def decode_values(a, b, c, d, words, limit, begin, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Operand [WARPS, KEYS, 128] of what `load_values` gave, zero from `limit` on.
+
+    Keys are in the order that `weights_for_values` gives the scores' columns; dimensions are in the order of `natural_output`.
+    """
+    if FORMAT == NVFP4:
+        # Scales of keys that do not exist become 0: the codes beside them may be anything, but are finite.
+        row = tl.arange(0, KEYS * WARPS * 2)
+        left = _spread(limit, KEYS // 16, WARPS) - begin - (row // (WARPS * 32) * 16 + row % 4 * 4)
+        keep = tl.where(left >= 4, -1, (1 << (tl.maximum(left, 0) * 8)) - 1)
+        words = words & keep
+    low, high = _value_pair(a, b, words, WARPS, KEYS, FORMAT), _value_pair(c, d, words >> 16, WARPS, KEYS, FORMAT)
+    tile = tl.join(low, high)  # step, warp, g, t, 16 places, pair, b3
+    tile = tl.permute(tile, [1, 0, 3, 6, 5, 4, 2])  # warp, step, t, b3, pair | place, g
+    return tl.reshape(tile, [WARPS, KEYS, 128])
+
+
+@triton.jit
+def _value_pair(a, b, words, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """Two neighbouring keys of each quad: [KEYS / 16 steps, WARPS, 8 g, 4 t, 16 places, 2]."""
+    LANES: tl.constexpr = KEYS * WARPS * 2
+    if FORMAT == NVFP4:
+        scales = _scales(tl.join(words & 0xFF, (words >> 8) & 0xFF))
+        scales = tl.broadcast_to(scales[:, None, None, :], [LANES, 2, 2, 2])
+        pair = _nibbles(tl.join(_halves(a), _halves(b)), scales)  # [lanes, 2 words, 2 halves, 2 keys, 2 i1, 2 i0]
+        pair = tl.permute(pair, [0, 1, 2, 4, 5, 3])
+    elif FORMAT == FP8:
+        pair = tl.permute(_bytes(tl.join(a, b)), [0, 1, 3, 4, 2])  # from [lanes, 4 words, 2 keys, 2 i1, 2 i0]
+    else:
+        pair = tl.reshape(tl.join(a.to(OPERAND), b.to(OPERAND)), [KEYS // 16, 2, WARPS, 32, 8, 2])
+        pair = tl.permute(pair, [0, 2, 3, 1, 4, 5])
+    return tl.reshape(pair, [KEYS // 16, WARPS, 8, 4, 16, 2])
+
+
+@triton.jit
+def weights_for_values(p, WARPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Softmax weights [WARPS, ROWS, KEYS], columns as the scores have them, as left operand of a product with `decode_values`."""
+    p = tl.permute(tl.reshape(p.to(OPERAND), [WARPS, ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 2, 4, 3, 5])  # step, t, b3, pair
+    return tl.reshape(p, [WARPS, ROWS, KEYS])
+
+
+@triton.jit
+def natural_output(x, ROWS: tl.constexpr):
+    """[ROWS, 128 dimensions as `decode_values` has them] to their natural order."""
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, 16, 8]), [0, 2, 1]), [ROWS, 128])

@@ -1,0 +1,107 @@
+"""The MSA kernels against torch on CPU, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_msa`.
+
+The interpreter has no inline assembly and no bf16 dots, so tiles are fp32 there and codes are decoded by plain operations; what is shown is
+everything else: addresses, masks, labels, the choice, the order of folding. The decode by assembly is left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from samebits.kernels import msa_ops, triton_msa, triton_msa_backward, triton_msa_tiles
+from samebits.kernels.msa import SparseConfig
+from tests.support.msa_cases import FORMATS, insert_case, make
+
+CONFIG = SparseConfig()
+
+
+def check(name: str, condition: bool) -> None:
+    """Stop with the case's name."""
+    if not condition:
+        raise SystemExit(f"{name}: differs")
+
+
+def close(name: str, have: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-2) -> None:
+    """Relative distance, as a whole; NaN never passes."""
+    error = (have.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9)
+    if not error < tolerance:
+        raise SystemExit(f"{name}: relative distance {error:.2e}")
+
+
+def choice_and_attention() -> None:
+    """Ragged decode, past the 16 blocks that are chosen."""
+    new, total = [1, 1], [129, 2306]
+    for form in FORMATS:
+        case = make(new, total, form, groups=1, heads=2, integers=True)
+        want = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
+        for keys in (case.index, case.packed_index) if form == "nvfp4" else (case.index,):
+            have = triton_msa.index_topk(case.index_q, keys, case.batch, CONFIG, None)
+            check(f"{form} choice", torch.equal(have, want))
+        out = msa_ops.sparse_attention(case.q.float(), case.cache, want, case.batch, 0.1)
+        have, _ = triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1)
+        close(f"{form} attention", have, out, 1e-5)
+        if form == "nvfp4":
+            packed, _ = triton_msa.attend(case.q.float(), case.packed, want, case.batch, 0.1)
+            close("packed", packed, out, 1e-5)
+
+
+def parts_of_a_long_batch() -> None:
+    """More queries than scores are held for: some at a time, with the choices of all at once.
+
+    No block is forced, and queries look for their own key, the last that they may see, or for the next one, which they may not.
+    """
+    case = make([3, 40], [3, 200], "nvfp4", groups=1, heads=2, integers=True)
+    config = SparseConfig(topk=1, local_blocks=0)
+    own = case.packed_index.keys[case.packed_index.start[case.batch.request.long()] + case.batch.position]
+    index_q = case.index_q.clone()
+    index_q[::2, 0], index_q[1::2, 0] = own[::2], own.roll(-1, 0)[1::2]
+    want = msa_ops.index_topk(index_q, case.index, case.batch, config)
+    triton_msa.SCORE_MEMORY = 1
+    check("parts", torch.equal(triton_msa.index_topk(index_q, case.index, case.batch, config, None), want))
+
+
+def inserted_bytes() -> None:
+    """Pages and queries of `kv_insert`; rows whose squares sum exactly, so that the order of the sum is no matter."""
+    for form in FORMATS:
+        args, caches = insert_case(form, tokens=3, heads=2, groups=1)
+        others = [c.clone() for c in caches]
+        want = msa_ops.kv_insert(*args, *caches)
+        have = triton_msa.kv_insert(*args, *others)
+        check(f"{form} queries", all(torch.equal(a, b) for a, b in zip(have, want, strict=True)))
+        check(f"{form} pages", all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(caches, others, strict=True)))
+
+
+def gradients_of_packed_keys() -> None:
+    """Against autograd through the reference: two sequences, one with more blocks than are chosen."""
+    total = [3, 140]
+    case = make(total, total, "bf16", groups=1, heads=2)
+    config = SparseConfig(topk=1)
+    chosen = msa_ops.index_topk(case.index_q, case.packed_index, case.batch, config)
+    q, k, v = (t.float().requires_grad_() for t in (case.q, case.packed.keys, case.packed.values))
+    packed = case.packed._replace(keys=k, values=v)
+    out = msa_ops.sparse_attention(q, packed, chosen, case.batch, 0.1)
+    grad = torch.randn_like(out)
+    want = torch.autograd.grad(out, (q, k, v), grad)
+    have_out, lse = triton_msa.attend(q.detach(), case.packed, chosen, case.batch, 0.1, lse=True)
+    close("training forward", have_out, out, 1e-5)
+    batch = case.batch
+    have = triton_msa_backward.gradients(
+        grad, q.detach(), k.detach(), v.detach(), have_out, lse, chosen, batch.start, batch.request, batch.position, 0.1
+    )
+    for name, a, b in zip("qkv", have, want, strict=True):
+        close(f"gradient of {name}", a, b, 1e-4)
+
+
+def main() -> None:
+    """All cases."""
+    if not triton_msa_tiles.INTERPRETED.value:
+        raise SystemExit("set TRITON_INTERPRET=1")
+    choice_and_attention()
+    parts_of_a_long_batch()
+    inserted_bytes()
+    gradients_of_packed_keys()
+    print("same results")
+
+
+if __name__ == "__main__":
+    main()
