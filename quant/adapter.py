@@ -9,6 +9,7 @@ says `lora_alpha = r`. Names are PEFT's, one pair for each expert:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -240,10 +241,14 @@ class Manifest:
 
 
 def save_peft(folder: Path, tensors: Mapping[str, Tensor], spec: AdapterSpec, base: str, metadata: Mapping[str, str]) -> None:
-    """Write a PEFT adapter folder (`adapter_model.safetensors`, `adapter_config.json`); `metadata` goes into the safetensors header."""
+    """Write a PEFT adapter folder (`adapter_model.safetensors`, `adapter_config.json`); `metadata` goes into the safetensors header.
+
+    The header also holds `digest`, one for all tensors, by which `load_peft` sees a file that changed since.
+    """
     spec.check(tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, folder / _TENSORS, dict(metadata))
+    on_cpu = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+    save_file(on_cpu, folder / _TENSORS, {**metadata, "digest": _whole_digest(on_cpu)})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -259,7 +264,10 @@ def save_peft(folder: Path, tensors: Mapping[str, Tensor], spec: AdapterSpec, ba
 
 
 def load_peft(folder: Path, spec: AdapterSpec) -> dict[str, Tensor]:
-    """Tensors of a PEFT adapter folder, checked against `spec`. Raises `AdapterError` in one line that names the folder."""
+    """Tensors of a PEFT adapter folder, checked against `spec` and, where its header has one, its digest.
+
+    Raises `AdapterError` in one line that names the folder.
+    """
     config = _peft_config(folder)
     if config["r"] != spec.rank:
         raise AdapterError(f"{folder}: the adapter has rank {config['r']}, not {spec.rank}")
@@ -272,7 +280,16 @@ def load_peft(folder: Path, spec: AdapterSpec) -> dict[str, Tensor]:
         raise AdapterError(f"{folder / _TENSORS} cannot be read: {error}") from None
     except AdapterError as error:
         raise AdapterError(f"{folder}: {error}") from None
+    written = peft_metadata(folder).get("digest")
+    if written is not None and written != _whole_digest(tensors):
+        raise AdapterError(f"{folder / _TENSORS} is not what was written: its digest differs from the one in its header")
     return tensors
+
+
+def _whole_digest(tensors: Mapping[str, Tensor]) -> str:
+    """`algorithm:hex` over the names and digests of all tensors."""
+    parts = json.dumps(sorted(digests(tensors).items()))
+    return f"{ALGORITHM}:{hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()}"
 
 
 def peft_metadata(folder: Path) -> dict[str, str]:

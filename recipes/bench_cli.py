@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .terminal import fail, write_json
+from .terminal import fail, require_writable, write_json
 
 bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
 KERNELS = {"moe": "samebits.kernels.bench_moe", "msa": "samebits.kernels.bench_msa"}
@@ -33,8 +33,7 @@ def kernels(
         raise fail(f"no kernels called {what!r}; there are: {', '.join(KERNELS)}")
     if not torch.cuda.is_available() or find_spec("triton") is None:
         raise fail("the kernel benchmarks need a CUDA GPU and Triton")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise fail(f"{json_file}: no such folder")
+    require_writable(json_file)
     module = import_module(KERNELS[what])
     result = module.run(save=lambda partial: write_json(json_file, partial))
     module.show(result)

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .terminal import fail, write_json
+from .terminal import fail, require_writable, write_json
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -69,9 +69,7 @@ def evaluate(
         raise fail("--served-name and --api-key-env go with --url")
     if url is not None and adapter is not None:
         raise fail("--adapter goes with an engine in this process; a server names its adapters by --served-name")
-    for path in (json_path, html_path):
-        if path is not None and not path.parent.is_dir():
-            raise fail(f"{path}: no folder {path.parent}")
+    require_writable(json_path, html_path)
     if not math.isfinite(temperature):
         raise fail(f"--temperature must be a number, not {temperature}")
     key = _key(api_key_env)

@@ -180,7 +180,7 @@ def adapter_of(folder: Path, spec: AdapterSpec) -> tuple[int, dict[str, Tensor]]
 
     steps = sorted(int(p.name.removeprefix("step_")) for p in (folder / "adapters").glob("step_*"))
     if not steps:
-        raise RecipeError(f"{folder} has no adapter yet: its first checkpoint was not written")
+        raise RecipeError(f"{folder}/adapters holds no adapter: a run writes its first with its first checkpoint")
     path = folder / "adapters" / f"step_{steps[-1]}"
     try:
         return steps[-1], load_peft(path, spec)

@@ -15,6 +15,17 @@ def fail(message: str, status: int = 2) -> typer.Exit:
     return typer.Exit(status)
 
 
+def require_writable(*paths: Path | None) -> None:
+    """Refuse, before any work, result files that cannot be written. Raises `typer.Exit(2)` with one line."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise fail(f"{path} is a folder, a file is to be written there")
+        if not path.absolute().parent.is_dir():
+            raise fail(f"{path}: there is no folder {path.absolute().parent}")
+
+
 def write_json(path: Path | None, content: object) -> None:
     """Write a result where `--json` asks for it. Raises `typer.Exit(2)` with one line when it cannot be written."""
     if path is None:

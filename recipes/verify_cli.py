@@ -7,6 +7,7 @@ goes into a log file, whose name is given when something fails. A watchdog ends 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -21,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .terminal import fail, write_json
+from .terminal import fail, require_writable, write_json
 from .verify_stock import verify_server
 
 verify_app = typer.Typer(help="Prove that trainer and engine agree, or name what does not.", no_args_is_help=True)
@@ -149,14 +150,15 @@ def _verify(
     verbose: bool,
     repeat: int = 1,
 ) -> None:
-    for path in (json, html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise fail(f"{path}: there is no folder {path.absolute().parent}")
+    require_writable(json, html)
+    if Path(subject).is_dir() and not (Path(subject) / "config.yaml").is_file():
+        raise fail(f"{subject} is no run directory: it has no config.yaml")
     if not verbose:
         _quieten()
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
     with _log(verbose) as (console, errors, log):
         watchdog = _watchdog(timeout, errors, log)
+        _end_on_sigterm(errors)
         try:
             report, steps = _report(which, subject, overrides or [], inject, only, seed, repeat, console)
         except KeyboardInterrupt:
@@ -181,6 +183,8 @@ def _verify(
                 raise _end(errors, str(error), 2) from None
         if report.verdict == "error":
             console.print(f"what the libraries printed is in {log}", highlight=False, soft_wrap=True)
+        else:
+            log.unlink(missing_ok=True)
         raise typer.Exit(report.exit_status)
 
 
@@ -338,7 +342,8 @@ def _log(verbose: bool) -> Iterator[tuple[Console, TextIO, Path]]:
     os.close(handle)
     try:
         with open(kept[0], "w", closefd=False) as screen, open(kept[1], "w", closefd=False) as errors:
-            yield Console(file=screen), errors, Path(name)
+            # Into a file or a pipe, rows must not be cut to the width of a terminal that is not there.
+            yield Console(file=screen, width=None if screen.isatty() else 160), errors, Path(name)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -351,6 +356,16 @@ def _end(errors: TextIO, message: str, status: int) -> typer.Exit:
     """One line on the real standard error, and what to raise."""
     print(f"samebits: {message}", file=errors, flush=True)
     return typer.Exit(status)
+
+
+def _end_on_sigterm(errors: TextIO) -> None:
+    """SIGTERM ends the process with one line and the shell's status for it: there is no verdict."""
+
+    def end(number: int, frame: object) -> None:
+        print("samebits: terminated, there is no verdict", file=errors, flush=True)
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _watchdog(seconds: int, errors: TextIO, log: Path) -> threading.Timer:

@@ -214,7 +214,7 @@ def test_peft_folder_round_trips_byte_for_byte(tmp_path):
     from safetensors import safe_open
 
     with safe_open(tmp_path / "a" / "adapter_model.safetensors", "pt") as f:
-        assert f.metadata() == {"version": "3"}
+        assert f.metadata().keys() == {"version", "digest"} and f.metadata()["version"] == "3"
 
 
 def test_peft_folder_that_does_not_fit_raises(tmp_path):
@@ -247,7 +247,7 @@ def test_peft_folder_that_does_not_fit_raises(tmp_path):
 def test_peft_tensors_that_cannot_be_read_raise_in_one_line(tmp_path):
     s = spec("attention")
     save_peft(tmp_path / "a", adapter(s), s, "base", {"profile": PROFILE})
-    assert peft_metadata(tmp_path / "a") == {"profile": PROFILE}
+    assert peft_metadata(tmp_path / "a")["profile"] == PROFILE
     path = tmp_path / "a" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     for read in (lambda: load_peft(tmp_path / "a", s), lambda: peft_metadata(tmp_path / "a")):
@@ -256,3 +256,16 @@ def test_peft_tensors_that_cannot_be_read_raise_in_one_line(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(AdapterError, match="no adapter at"):
         peft_metadata(tmp_path / "none")
+
+
+def test_an_adapter_file_that_changed_since_it_was_written_is_refused(tmp_path):
+    """One bit, in a file that safetensors reads without complaint."""
+    s = spec()
+    save_peft(tmp_path, adapter(s), s, "base", {"adapter_version": "3"})
+    assert len(load_peft(tmp_path, s)) == len(s.shapes()) and peft_metadata(tmp_path)["adapter_version"] == "3"
+    path = tmp_path / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(AdapterError, match="is not what was written"):
+        load_peft(tmp_path, s)

@@ -48,7 +48,7 @@ def test_unknown_kernels_are_named(gpu):
 
 def test_a_folder_that_does_not_exist_is_said_before_the_run(gpu, tmp_path):
     done = run("--what", "msa", "--json", str(tmp_path / "none" / "out.json"))
-    assert done.exit_code == 2 and "no such folder" in done.stderr and not gpu[1]
+    assert done.exit_code == 2 and "there is no folder" in done.stderr and not gpu[1]
 
 
 @pytest.mark.parametrize("what", ["moe", "msa"])

@@ -235,7 +235,7 @@ def test_reasoning_that_a_server_splits_off_is_no_answer(problem_file, tmp_path)
     [
         (["--served-name", "other"], "no model 'other'; it serves tiny"),
         (["--adapter", "x"], "--adapter goes with an engine"),
-        (["--json", "/no/where/r.json"], "no folder /no/where"),
+        (["--json", "/no/where/r.json"], "there is no folder /no/where"),
         (["--api-key-env", "SAMEBITS_TEST_ABSENT"], "the environment has no SAMEBITS_TEST_ABSENT"),
         (["--task", "absent.jsonl"], "no file absent.jsonl"),
         (["trainer.unknown=1"], "unknown key trainer.unknown"),
