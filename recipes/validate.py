@@ -102,7 +102,7 @@ def _own_keys(recipe: Recipe, verl: DictConfig) -> None:
     if not recipe.checks.kl_warn > 0:
         raise RecipeError(f"checks.kl_warn must be positive, not {recipe.checks.kl_warn}")
     if recipe.folder.exists() and not recipe.folder.is_dir():
-        raise RecipeError(f"run_dir {recipe.folder} is no folder")
+        raise RecipeError(f"run_dir {recipe.folder}: is no folder")
     if recipe.fault.step < 0:
         raise RecipeError(f"fault.step must not be negative, it is {recipe.fault.step}")
     if recipe.checks.every < 0:
