@@ -34,6 +34,8 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.digests import digests
 from samebits.quant.profile import NumericsProfile
 
+from .limits import Limits
+
 PROBE_CONTEXT = 2560
 """Tokens of context that the checks need: more than the 16 blocks of 128 that MiniMax-M3 chooses, and some pages."""
 PREFILL_BUDGET = 2304
@@ -356,7 +358,7 @@ class Pair:
     trainer: TrainerSide
     replicas: list[Replica]
     checkpoint: Checkpoint
-    limits: Any
+    limits: Limits
     vocabulary: int
     """Token ids below this have a token."""
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -405,11 +407,11 @@ class Pair:
         }
 
 
-def start(config: DictConfig, folder: Path, limits: Any, vocabulary: int, seed: int = 0, replicas: int = 1) -> Pair:
+def start(config: DictConfig, folder: Path, limits: Limits, vocabulary: int, seed: int = 0, replicas: int = 1) -> Pair:
     """Start both sides of a composed and validated verl configuration.
 
     Args:
-        config: verl's complete configuration, as a job would get it. folder: the checkpoint. limits: `limits.Limits`.
+        config: verl's complete configuration, as a job would get it. folder: the checkpoint.
         vocabulary: number of token ids that have a token. replicas: engine replicas to start.
     Raises `PairError` in one line.
     """

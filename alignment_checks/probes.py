@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pair import Pair, Sample
+from .pair import PREFILL_BUDGET, Pair, Sample
 
 SHORT = (1, 2, 17, 127, 128, 129, 300)
 RESPONSE = 12
@@ -38,7 +38,8 @@ class Probes:
 
         self.prompts = [draw(n) for n in short]
         self.long = draw(self.long_length)
-        self.filler = draw(pair_filler(self.long_length))
+        # Submitted before the long prompt, it leaves that no room for a whole prefill.
+        self.filler = draw(PREFILL_BUDGET - self.long_length + 700)
 
     @functools.cached_property
     def samples(self) -> list[list[Sample]]:
@@ -73,10 +74,3 @@ class Probes:
         points = ["self_attn.index_q", "self_attn.index_k", "self_attn.blocks"]
         ours = self.pair.trainer.record(self.long)
         return {k: v for k, v in ours.items() if k.endswith(tuple(points))}, self.pair.replicas[0].record(self.long, points)
-
-
-def pair_filler(long_length: int) -> int:
-    """Tokens of a prompt that, submitted before the long one, leaves it no room for a whole prefill."""
-    from .pair import PREFILL_BUDGET
-
-    return PREFILL_BUDGET - long_length + 700

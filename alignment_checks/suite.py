@@ -6,6 +6,7 @@ is made, so that a check that never ran is missed.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -34,40 +35,15 @@ class Suite:
         self.steps: list[bisect.Step] = []
         self._model: ReferenceM3 | None = None
 
-    def checks(self) -> dict[str, Callable[[CheckResult], object]]:
-        """Name to check, in order."""
-        pair, probes = self.pair, self.probes
-        return {
-            "weights.base": lambda r: adapters.base(pair, r),
-            "weights.coverage": lambda r: adapters.coverage(pair, r),
-            "weights.held": lambda r: adapters.held(pair, r),
-            "routing.rows": lambda r: routing.rows(pair, probes, r),
-            "routing.agreement": lambda r: self.plots.update(agreement=routing.agreement(pair, probes, r)),
-            "routing.replay": lambda r: routing.replay(pair, probes, r),
-            "routing.batching": lambda r: routing.batching(pair, probes, r),
-            "routing.blocks": lambda r: routing.blocks(pair, probes, r),
-            "logprobs.generated": lambda r: self.plots.update(logprobs.generated(pair, probes, r)),
-            "logprobs.prompt": lambda r: logprobs.prompt(pair, probes, r),
-            "logprobs.temperature": lambda r: logprobs.temperature(pair, probes, r),
-            "logprobs.variants": lambda r: logprobs.variants(pair, probes, r),
-            "logprobs.operations": self._operations,
-            "logprobs.reference": lambda r: logprobs.reference(pair, probes, r, self._reference(adapters.intended(pair))),
-            "objective.ratio": lambda r: objective.ratio(pair, r),
-            "objective.mask": lambda r: objective.mask(pair, r),
-            "objective.split": lambda r: objective.split(pair, probes, r),
-            "weights.effect": lambda r: adapters.effect(pair, probes, r, self._reference({})),
-            "weights.isolation": lambda r: adapters.isolation(pair, probes, r),
-            "weights.prefix_cache": lambda r: adapters.prefix_cache(pair, probes, r),
-        }
-
-    def _reference(self, adapter: dict) -> ReferenceM3:
+    def reference(self, adapter: dict) -> ReferenceM3:
+        """The plain forward with an adapter."""
         if self._model is None:
             packed = self.pair.trainer.profile.kv_cache == "nvfp4"
             self._model = ReferenceM3(self.pair.checkpoint.folder, packed_kv=packed)
         self._model.set_adapter(adapter)
         return self._model
 
-    def _operations(self, result: CheckResult) -> None:
+    def operations(self, result: CheckResult) -> None:
         """The same tokens through both sides, operation by operation; the first one that parts is named."""
         tokens = self.probes.prompts[-1]
         self.steps = bisect.compare(self.pair.trainer.record(tokens), self.pair.replicas[0].record(tokens), self.pair.limits)
@@ -80,33 +56,48 @@ class Suite:
             result.require(False, message, place, parting.difference, parting.limit)
 
     def run(self, names: Iterable[str], report: Report, on_result: Callable[[CheckResult], object] | None = None) -> Report:
-        """Make the checks `names`, in the order of `checks`, into `report`."""
+        """Make the checks `names`, in the order of `CHECKS`, into `report`."""
         wanted = set(names)
-        for name, check in self.checks().items():
+        for name, check in CHECKS.items():
             if name in wanted:
-                result = report.run(name, check)
+                result = report.run(name, functools.partial(check, self))
                 if on_result is not None:
                     on_result(result)
         report.plots = self.plots
         return report
 
 
+CHECKS: dict[str, Callable[[Suite, CheckResult], object]] = {
+    "weights.base": lambda s, r: adapters.base(s.pair, r),
+    "weights.coverage": lambda s, r: adapters.coverage(s.pair, r),
+    "weights.held": lambda s, r: adapters.held(s.pair, r),
+    "routing.rows": lambda s, r: routing.rows(s.pair, s.probes, r),
+    "routing.agreement": lambda s, r: s.plots.update(agreement=routing.agreement(s.pair, s.probes, r)),
+    "routing.replay": lambda s, r: routing.replay(s.pair, s.probes, r),
+    "routing.batching": lambda s, r: routing.batching(s.pair, s.probes, r),
+    "routing.blocks": lambda s, r: routing.blocks(s.pair, s.probes, r),
+    "logprobs.generated": lambda s, r: s.plots.update(logprobs.generated(s.pair, s.probes, r)),
+    "logprobs.prompt": lambda s, r: logprobs.prompt(s.pair, s.probes, r),
+    "logprobs.temperature": lambda s, r: logprobs.temperature(s.pair, s.probes, r),
+    "logprobs.variants": lambda s, r: logprobs.variants(s.pair, s.probes, r),
+    "logprobs.operations": lambda s, r: s.operations(r),
+    "logprobs.reference": lambda s, r: logprobs.reference(s.pair, s.probes, r, s.reference(adapters.intended(s.pair))),
+    "objective.ratio": lambda s, r: objective.ratio(s.pair, r),
+    "objective.mask": lambda s, r: objective.mask(s.pair, r),
+    "objective.split": lambda s, r: objective.split(s.pair, s.probes, r),
+    "weights.effect": lambda s, r: adapters.effect(s.pair, s.probes, r, s.reference({})),
+    "weights.isolation": lambda s, r: adapters.isolation(s.pair, s.probes, r),
+    "weights.prefix_cache": lambda s, r: adapters.prefix_cache(s.pair, s.probes, r),
+}
+"""Name to check, in the order in which they are made."""
+
+
 def names_of(which: str) -> list[str]:
     """Checks of a class, of all, or one by its own name. Raises `ValueError` on another word."""
-    everything = list(Suite.checks(_Names()))  # type: ignore[arg-type]
-    if which == "all":
-        return everything
-    found = [n for n in everything if n == which or n.split(".")[0] == which]
+    found = [n for n in CHECKS if which in ("all", n, n.split(".")[0])]
     if not found:
-        raise ValueError(f"there is no check {which!r}; classes: all, {', '.join(CLASSES)}; checks: {', '.join(everything)}")
+        raise ValueError(f"there is no check {which!r}; classes: all, {', '.join(CLASSES)}; checks: {', '.join(CHECKS)}")
     return found
-
-
-class _Names:
-    """Stands in for a suite where only the names are asked for."""
-
-    pair = probes = None
-    _operations = staticmethod(lambda r: None)
 
 
 def probe_lengths(seed: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -57,83 +57,36 @@ def faults(
         raise typer.Exit
 
 
-@verify_app.command("all")
-def everything(
-    subject: Subject,
-    overrides: Overrides = None,
-    inject: Inject = None,
-    check: Only = None,
-    seed: Seed = 0,
-    json: JsonFile = None,
-    html: HtmlFile = None,
-    timeout: Timeout = 1800,
-    bisect: Bisect = False,
-    repeat: Repeat = 1,
-    verbose: Verbose = False,
-) -> None:
-    """All checks: weights, routing, logprobs and the objective."""
-    _verify("all", subject, overrides, inject, check, seed, json, html, timeout, bisect, verbose, repeat)
+_CLASSES = {
+    "all": "All checks: weights, routing, logprobs and the objective.",
+    "weights": "Does every engine hold exactly the weights that were sent, and use them?",
+    "routing": "Do both sides route each token to the same experts and blocks, and does the replay replay?",
+    "logprobs": "Do both sides give the same tokens the same probability, on every path?",
+    "objective": "Does the trainer's loss weigh, mask and average as it should?",
+}
 
 
-@verify_app.command()
-def weights(
-    subject: Subject,
-    overrides: Overrides = None,
-    inject: Inject = None,
-    seed: Seed = 0,
-    json: JsonFile = None,
-    html: HtmlFile = None,
-    timeout: Timeout = 1800,
-    verbose: Verbose = False,
-) -> None:
-    """Does every engine hold exactly the weights that were sent, and use them?"""
-    _verify("weights", subject, overrides, inject, None, seed, json, html, timeout, False, verbose)
+def _command(which: str) -> Callable[..., None]:
+    def command(
+        subject: Subject,
+        overrides: Overrides = None,
+        inject: Inject = None,
+        check: Only = None,
+        seed: Seed = 0,
+        json: JsonFile = None,
+        html: HtmlFile = None,
+        timeout: Timeout = 1800,
+        bisect: Bisect = False,
+        repeat: Repeat = 1,
+        verbose: Verbose = False,
+    ) -> None:
+        _verify(which, subject, overrides, inject, check, seed, json, html, timeout, bisect, verbose, repeat)
+
+    return command
 
 
-@verify_app.command()
-def routing(
-    subject: Subject,
-    overrides: Overrides = None,
-    inject: Inject = None,
-    seed: Seed = 0,
-    json: JsonFile = None,
-    html: HtmlFile = None,
-    timeout: Timeout = 1800,
-    verbose: Verbose = False,
-) -> None:
-    """Do both sides route each token to the same experts and blocks, and does the replay replay?"""
-    _verify("routing", subject, overrides, inject, None, seed, json, html, timeout, False, verbose)
-
-
-@verify_app.command()
-def logprobs(
-    subject: Subject,
-    overrides: Overrides = None,
-    inject: Inject = None,
-    seed: Seed = 0,
-    json: JsonFile = None,
-    html: HtmlFile = None,
-    timeout: Timeout = 1800,
-    bisect: Bisect = False,
-    verbose: Verbose = False,
-) -> None:
-    """Do both sides give the same tokens the same probability, on every path?"""
-    _verify("logprobs", subject, overrides, inject, None, seed, json, html, timeout, bisect, verbose)
-
-
-@verify_app.command()
-def objective(
-    subject: Subject,
-    overrides: Overrides = None,
-    inject: Inject = None,
-    seed: Seed = 0,
-    json: JsonFile = None,
-    html: HtmlFile = None,
-    timeout: Timeout = 1800,
-    verbose: Verbose = False,
-) -> None:
-    """Does the trainer's loss weigh, mask and average as it should?"""
-    _verify("objective", subject, overrides, inject, None, seed, json, html, timeout, False, verbose)
+for _name, _help in _CLASSES.items():
+    verify_app.command(_name, help=_help)(_command(_name))
 
 
 def _verify(
@@ -148,7 +101,7 @@ def _verify(
     timeout: int,
     bisect: bool,
     verbose: bool,
-    repeat: int = 1,
+    repeat: int,
 ) -> None:
     require_writable(json, html)
     if Path(subject).is_dir() and not (Path(subject) / "config.yaml").is_file():

@@ -1,8 +1,5 @@
 """The kernels' order of packed weights: bits come back, each goes where the docstrings say, what cannot be read is refused."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +13,7 @@ from samebits.kernels.moe import moe
 from samebits.quant import mxfp8, nvfp4
 from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
+from tests.support.interpreter import interpreted
 
 G = torch.Generator().manual_seed(0)
 
@@ -120,13 +118,4 @@ def test_on_cpu_tiles_compute_what_their_tensors_do():
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_kernels_in_the_interpreter_compute_what_the_reference_does():
-    """In a process of its own: TRITON_INTERPRET is read when the kernels are defined."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpret_moe"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == "as the reference"
+    assert interpreted("tests.kernels.interpret_moe") == "as the reference"

@@ -1,9 +1,6 @@
 """What of the MSA kernels can be shown without a GPU: their decoding, by running its PTX text, and the kernels in the interpreter."""
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -12,6 +9,7 @@ import torch
 
 from samebits.quant import nvfp4
 from samebits.quant.blocks import e4m3_values
+from tests.support.interpreter import interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -119,13 +117,4 @@ def test_the_decoders_have_the_instructions_they_are_said_to_have(tiles):
 
 
 def test_kernels_in_the_interpreter_give_the_results_of_torch():
-    """In a process of its own: TRITON_INTERPRET is read when the kernels are defined."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpret_msa"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == "same results"
+    assert interpreted("tests.kernels.interpret_msa") == "same results"

@@ -1,6 +1,5 @@
 """Digests: the formula against plain Python, values that never change, and every fault that must change them."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from samebits.quant import adapter, digests
 from samebits.quant.digests import CHUNK, Digester, combine, digest, host_lanes, torch_sums
 from tests.quant.plain_digest import plain_digest
 from tests.support.digest_cases import cases, noise
+from tests.support.interpreter import interpreted
 
 CASES = cases()
 GOLDEN = {
@@ -174,16 +174,7 @@ def test_the_adapter_module_offers_the_same_digest():
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_the_kernel_in_the_interpreter_gives_the_lanes_of_numpy():
-    """In a process of its own: TRITON_INTERPRET is read when the kernel is defined."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.quant.interpret_digest"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == "same lanes"
+    assert interpreted("tests.quant.interpret_digest") == "same lanes"
 
 
 def test_nothing_of_triton_is_imported_for_cpu_tensors():

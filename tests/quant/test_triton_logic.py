@@ -1,8 +1,5 @@
 """What of the Triton kernels can be shown without a GPU: the division by reciprocal, and the kernels in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 import torch
 
 from samebits.quant import nvfp4
+from tests.support.interpreter import interpreted
 
 MIDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -83,13 +81,4 @@ def test_the_emulated_fma_rounds_once():
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_kernels_in_the_interpreter_give_the_bytes_of_torch():
-    """In a process of its own: TRITON_INTERPRET is read when the kernels are defined."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.quant.interpret_triton"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == "same bytes"
+    assert interpreted("tests.quant.interpret_triton") == "same bytes"

@@ -277,11 +277,13 @@ def test_no_host_sync():
     x.requires_grad_()
     moe(x, *tiles, ids, weights, ACT, lora).sum().backward()
     torch.cuda.synchronize()
+    x.grad = None
     try:
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")  # raises where the host waits
         moe(x, *tiles, ids, weights, ACT, lora).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert x.grad.abs().sum() > 0
 
 
 def test_tiles_in_fp32_or_on_cpu_take_the_reference():
