@@ -1,4 +1,4 @@
-"""MSA as an engine and a trainer call it: `kv_insert`, `index_topk`, `sparse_attention`, one signature each.
+"""Attention as an engine and a trainer call it: `kv_insert`, `index_topk`, `sparse_attention`, `dense_attention`, one signature each.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
 elsewhere the torch reference of `kernels.msa`, request by request. A kernel's result depends on its own query and its own keys alone:
@@ -111,6 +111,22 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
     return out
 
 
+def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of every query to all keys of its request up to its own: MiniMax-M3's first layers, which choose nothing.
+
+    Args:
+        q: bf16 [T, H, D]; H a multiple of the cache's KV heads.
+    Returns:
+        [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.
+    """
+    out = torch.zeros_like(q)
+    groups = _groups(cache)
+    for r, rows, q_pos in _requests(batch):
+        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, groups, q.shape[2])
+        out[rows] = msa.attend(q[None, rows], k[None], v[None], q_pos[None].long(), scale)[0]
+    return out
+
+
 class Norms(NamedTuple):
     """Per-head Gemma norm weights [D] of one layer, and their epsilon."""
 
@@ -189,6 +205,13 @@ def _slots(pages: Pages, request: int, length: int) -> Tensor:
     """Slot (page * 128 + place) of the keys at positions 0 to `length` - 1."""
     position = torch.arange(length, device=pages.table.device)
     return pages.table[request].long()[position // BLOCK] * BLOCK + position % BLOCK
+
+
+def _groups(cache: Pages | Packed) -> int:
+    """KV heads. NVFP4 pages have a plane of K and one of V for each."""
+    if isinstance(cache, Packed):
+        return cache.keys.shape[1]
+    return cache.data.shape[1] // 2 if cache.data.dtype == torch.uint8 else cache.data.shape[1]
 
 
 def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int) -> Tensor:
