@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsLoRA
@@ -26,8 +26,8 @@ from samebits.kernels.taps import tap
 from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
 
 from . import settings as engine_settings
-from .attention import Attention
-from .quantization import NVFP4Experts
+from .attention import Attention, Rotation
+from .quantization import MXFP8Linear, NVFP4Experts
 from .slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
 
 
@@ -92,7 +92,7 @@ class Experts(nn.Module):
         self.activation = _activation(config)
         self.adapter: ExpertsAdapter | None = None
         self.quant_method = NVFP4Experts()
-        self.quant_method.create_weights(self, self.count, self.hidden, self.intermediate)
+        self.quant_method.create_weights(self, self.count, self.hidden, self.intermediate, get_current_vllm_config().model_config.dtype)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], ids and weights [T, k] to [T, hidden]."""
@@ -149,11 +149,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.prefix = prefix
 
-    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x [T, hidden], to be added to `residual` before the next norm."""
         x, residual = self.input_layernorm(x, residual)
         tap(f"{self.prefix}.input_layernorm", x)
-        x = self.self_attn(x, cos, sin)
+        x = self.self_attn(x, rotation)
         x, residual = self.post_attention_layernorm(x, residual)
         tap(f"{self.prefix}.post_attention_layernorm", x)
         return (self.block_sparse_moe if self.is_moe else self.mlp)(x), residual
@@ -177,11 +177,11 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Embedded tokens [T, hidden] at `positions` [T] to the final norm's output [T, hidden]."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        residual = None
+        by_token = None if self.layers[0].self_attn.kernels else (self.cos[positions], self.sin[positions])
+        rotation, residual = Rotation((self.cos, self.sin), by_token), None
         tap("model.embed_tokens", x)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin)
+            x, residual = layer(x, residual, rotation)
         x = self.norm(x, residual)[0]
         tap("model.norm", x)
         return x
@@ -286,7 +286,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         for layer in self._projections():
             slices = [(path, rows, module_id(path).role in roles) for path, rows, _ in layer.slices]
             if any(adapted for _, _, adapted in slices):
-                layer.adapter = ProjectionAdapter(slots, slices, layer.weight.shape[1])
+                layer.adapter = ProjectionAdapter(slots, slices, layer.inputs)
         adapted = {MODULE_PATHS[r][-2:] for r in roles if "experts.{e}" in MODULE_PATHS[r]}
         for path, module in self.named_modules():
             if isinstance(module, Experts) and adapted:
@@ -300,12 +300,13 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         """Checkpoint path and value of every frozen weight, as it is multiplied: [N, K], vectors [N], no vocabulary padding."""
         for path, module in self.named_modules():
             if hasattr(module, "slices"):
-                parts = module.weight.split([rows for _, rows, _ in module.slices])
+                parts = MXFP8Linear.value(module).split([rows for _, rows, _ in module.slices])
                 yield from zip((p for p, _, _ in module.slices), parts, strict=True)
             elif isinstance(module, Experts):
                 for e in range(module.count):
-                    w1, w3 = module.w13[e].chunk(2)
-                    yield from ((f"{path}.{e}.w1", w1), (f"{path}.{e}.w2", module.w2[e]), (f"{path}.{e}.w3", w3))
+                    w13, w2 = NVFP4Experts.values(module, e)
+                    w1, w3 = w13.chunk(2)
+                    yield from ((f"{path}.{e}.w1", w1), (f"{path}.{e}.w2", w2), (f"{path}.{e}.w3", w3))
             elif isinstance(module, VocabParallelEmbedding):
                 yield path, module.weight[: self.config.vocab_size]
             else:

@@ -48,13 +48,22 @@ def _memory_adapters() -> None:
 
 
 def _capturer() -> None:
-    """The worker's connector builds the capture buffer by name; ours knows layers without experts."""
+    """The worker's connector builds the capture buffer by name; ours knows layers without experts, and looks at what was read of it."""
     from vllm.distributed.aux_output_connector import worker
 
     from .routes import Capturer
 
+    original = worker.AuxOutputWorkerConnector.process_output
     _require(worker.RoutedExpertsCapturer is Capturer.__mro__[1], "aux_output_connector.worker.RoutedExpertsCapturer")
+    _require(_source(original) == "cf508389557c", "AuxOutputWorkerConnector.process_output")
+
+    def process_output(self: Any, pending: Any) -> Any:
+        if isinstance(self._capturer, Capturer):
+            self._capturer.require_complete(pending.routed_experts)
+        return original(self, pending)
+
     worker.RoutedExpertsCapturer = Capturer
+    worker.AuxOutputWorkerConnector.process_output = process_output
 
 
 def _routes_on_cpu() -> None:

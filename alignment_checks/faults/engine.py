@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import samebits.rollout.attention as engine_attention
 import samebits.rollout.model as engine_model
+import samebits.rollout.paged as engine_attention
 from samebits.alignment_checks.pair import Pair
 from samebits.alignment_checks.report import Place
 from samebits.kernels.moe import route_topk
