@@ -5,7 +5,8 @@ The engine learns its profile from vLLM's `additional_config`:
     {"samebits": {"profile": "w4a16-fp32", "kv_cache": "auto", "targets": "all", "rank": 32}}
 
 `profile` names a numerics profile, `kv_cache` is "auto" (the compute dtype) or "nvfp4", `targets` and `rank` say what an adapter
-consists of. vLLM's own `kv_cache_dtype` may say "nvfp4" as well: keys, values and index keys have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
+consists of. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index keys
+have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
 line there and not a traceback from a worker.
 """
 
@@ -105,6 +106,10 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in KV_DTYPES:
         raise EngineRefused(f"kv_cache_dtype must be {' or '.join(KV_DTYPES)}, not {cache_dtype!r}")
+    indexer = vllm_config.attention_config.indexer_kv_dtype
+    have = "nvfp4" if settings.packed_kv else "bf16" if model.dtype is torch.bfloat16 else "auto"
+    if indexer not in ("auto", have):
+        raise EngineRefused(f"attention_config.indexer_kv_dtype is {indexer!r}, but index keys are kept as keys and values are ({have})")
     return settings
 
 
