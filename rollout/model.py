@@ -8,7 +8,7 @@ model: fusions of norm and all-reduce, fp8 queries and caches, pipeline stages, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
 from samebits.kernels.activation import SwiGLU, swiglu_oai
-from samebits.kernels.linear import frozen_linear
+from samebits.kernels.linear import LoRA, frozen_linear
+from samebits.kernels.linear_tiles import MXFP8Tiles
+from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, moe_with_shared
 from samebits.kernels.moe import moe, route_topk
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import rope_table
@@ -46,6 +48,15 @@ class Norm(nn.Module):
         return gemma_rms_norm_add(x, residual, self.weight, self.eps)
 
 
+class MLPOnTiles(NamedTuple):
+    """What `kernels.mlp` takes of an MLP."""
+
+    gate_up: MXFP8Tiles
+    down: MXFP8Tiles
+    lora: MLPLoRA | None
+    adapter_ids: Tensor | None
+
+
 class MLP(nn.Module):
     """SwiGLU-OAI network: the dense layers' and the shared expert's."""
 
@@ -62,12 +73,26 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
+        if self.gate_up_proj.tiles is not None:
+            weights = self.on_tiles(x.shape[0])
+            return mlp(x, weights.gate_up, weights.down, self.activation, weights.lora, weights.adapter_ids, point=f"{self.prefix}.")
         gate_up, _ = self.gate_up_proj(x)
         activated = swiglu_oai(gate_up, self.activation).to(x.dtype)
         tap(f"{self.prefix}.activation", activated)
         out, _ = self.down_proj(activated)
         tap(f"{self.prefix}.down_proj", out)
         return out
+
+    def on_tiles(self, tokens: int) -> MLPOnTiles:
+        """Weights and adapters as the kernels take them."""
+        pairs: list[LoRA | None] = []
+        adapter_ids = None
+        for layer, count in ((self.gate_up_proj, 2), (self.down_proj, 1)):
+            chosen, ids = ([None] * count, None) if layer.adapter is None else layer.adapter.select_pairs(tokens)
+            pairs += chosen
+            adapter_ids = ids if adapter_ids is None else adapter_ids
+        lora = MLPLoRA(*pairs) if any(p is not None for p in pairs) else None
+        return MLPOnTiles(self.gate_up_proj.tiles, self.down_proj.tiles, lora, adapter_ids)
 
 
 def _activation(config: Any) -> SwiGLU:
@@ -127,9 +152,27 @@ class MoE(nn.Module):
             self.capture_fn(ids)
         for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
             tap(f"{self.prefix}.{name}", value)
+        if self.shared_experts.gate_up_proj.tiles is not None:
+            return self._on_tiles(x, ids, weights)
         routed = self.experts(x, ids, weights)
         tap(f"{self.prefix}.experts", routed)
         return routed + self.shared_experts(x)
+
+    def _on_tiles(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts, shared = self.experts, self.shared_experts.on_tiles(x.shape[0])
+        lora, adapter_ids = (None, None) if experts.adapter is None else experts.adapter.select(x.shape[0])
+        return moe_with_shared(
+            x,
+            experts.w13,
+            experts.w2,
+            ids,
+            weights,
+            SharedExpert(shared.gate_up, shared.down, shared.lora),
+            experts.activation,
+            lora,
+            shared.adapter_ids if adapter_ids is None else adapter_ids,
+            point=f"{self.prefix}.",
+        )
 
 
 class Layer(nn.Module):
@@ -286,7 +329,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         for layer in self._projections():
             slices = [(path, rows, module_id(path).role in roles) for path, rows, _ in layer.slices]
             if any(adapted for _, _, adapted in slices):
-                layer.adapter = ProjectionAdapter(slots, slices, layer.inputs)
+                layer.adapter = ProjectionAdapter(slots, slices, layer.inputs, stacked=layer.tiles is not None and len(slices) > 2)
         adapted = {MODULE_PATHS[r][-2:] for r in roles if "experts.{e}" in MODULE_PATHS[r]}
         for path, module in self.named_modules():
             if isinstance(module, Experts) and adapted:

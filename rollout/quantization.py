@@ -28,11 +28,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from samebits.kernels.expert_tiles import NVFP4Tiles, pack_experts, unpack_experts
+from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of, pack_experts, takes_tiles
 from samebits.kernels.linear import frozen_linear, lora_linear
 from samebits.kernels.linear_tiles import pack_linear, unpack_linear
 from samebits.quant import mxfp8, nvfp4
-from samebits.quant.blocks import fast_path
 from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
 
@@ -47,11 +46,6 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, **attrs: Any) -> nn.P
 
 def _frozen(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
-
-
-def stays_packed(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply `weight`, in a model that computes in `dtype`."""
-    return dtype is torch.bfloat16 and fast_path(weight)
 
 
 class MXFP8Linear(QuantizeMethodBase):
@@ -77,7 +71,7 @@ class MXFP8Linear(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Reorder the bytes for the kernels, or rebuild the values in fp32."""
         packed = MXFP8Tensor(layer.weight.data.view(torch.uint8), layer.weight_scale.data)
-        if stays_packed(packed.codes, layer.compute_dtype):
+        if takes_tiles(packed.codes.device, layer.compute_dtype):
             layer.tiles = pack_linear(packed, layer.prefix)
             del layer.weight
         else:
@@ -168,7 +162,7 @@ class NVFP4Experts(QuantizeMethodBase):
             codes = getattr(layer, f"{name}_weight").data
             blocks = getattr(layer, f"{name}_weight_scale").data.view(torch.uint8)
             packed = NVFP4Tensor(codes, blocks, scale)
-            if stays_packed(codes, layer.compute_dtype):
+            if takes_tiles(codes.device, layer.compute_dtype):
                 setattr(layer, name, pack_experts(packed, f"{layer.prefix}.{name}"))
             else:
                 layer.register_parameter(name, _frozen(nvfp4.dequantize(packed)))
@@ -186,10 +180,7 @@ class NVFP4Experts(QuantizeMethodBase):
 
 
 def _expert(weight: Tensor | NVFP4Tiles, expert: int) -> Tensor:
-    if isinstance(weight, Tensor):
-        return weight[expert]
-    one = NVFP4Tiles(*(part[expert : expert + 1] for part in weight[:3]), weight.inputs)
-    return nvfp4.dequantize(unpack_experts(one))[0]
+    return weight[expert] if isinstance(weight, Tensor) else nvfp4.dequantize(expert_of(weight, expert))
 
 
 @register_quantization_config(NAME)

@@ -97,6 +97,12 @@ class AdapterSlots:
         s = slice(self._uniform, self._uniform + 1)
         return LoRA(lora.a[s], lora.b[s]), None
 
+    def select_all(self, pairs: Iterable[LoRA | None], tokens: int) -> tuple[list[LoRA | None], Tensor | None]:
+        """`select` of several; what is None stays None."""
+        chosen = [None if pair is None else self.select(pair, tokens) for pair in pairs]
+        ids = next((ids for _, ids in filter(None, chosen)), None)
+        return [None if one is None else one[0] for one in chosen], ids
+
     def empty(self, *shape: int) -> Tensor:
         """A zeroed buffer [slots, *shape]."""
         return torch.zeros((RESIDENT, *shape), dtype=self.dtype, device=self.device)
@@ -105,26 +111,38 @@ class AdapterSlots:
 class ProjectionAdapter:
     """Adapter of a linear layer whose output rows are slices of one or more projections.
 
-    The pairs of the slices lie in one: A of all of them below each other, B of each in its own rows and columns and zeros elsewhere. A
-    kernel adds them in one step; zeros leave a sum as it is, so the bits are those of separate pairs.
+    Where they are `stacked`, the pairs of the slices lie in one: A of all of them below each other, B of each in its own rows and columns
+    and zeros elsewhere. A kernel adds them in one step; zeros leave a sum as it is, so the bits are those of separate pairs.
     """
 
-    def __init__(self, slots: AdapterSlots, slices: list[tuple[str, int, bool]], k: int) -> None:
+    def __init__(self, slots: AdapterSlots, slices: list[tuple[str, int, bool]], k: int, stacked: bool = False) -> None:
         """`slices`: (checkpoint path, rows N, adapted?) in the order of the output. k: input width."""
         self.slots = slots
         r, count = slots.spec.rank, sum(adapted for _, _, adapted in slices)
-        self.stacked = LoRA(slots.empty(count * r, k), slots.empty(sum(n for _, n, _ in slices), count * r))
+        self.stacked = LoRA(slots.empty(count * r, k), slots.empty(sum(n for _, n, _ in slices), count * r)) if stacked else None
         self.parts: list[tuple[str, int, int, LoRA]] = []
+        self.pairs: list[LoRA | None] = []
+        """The pair of each slice, None where it is not adapted."""
         at = 0
         for path, n, adapted in slices:
+            pair = None
             if adapted:
                 ranks = slice(len(self.parts) * r, (len(self.parts) + 1) * r)
-                self.parts.append((path, at, n, LoRA(self.stacked.a[:, ranks], self.stacked.b[:, at : at + n, ranks])))
+                if stacked:
+                    pair = LoRA(self.stacked.a[:, ranks], self.stacked.b[:, at : at + n, ranks])
+                else:
+                    pair = LoRA(slots.empty(r, k), slots.empty(n, r))
+                self.parts.append((path, at, n, pair))
+            self.pairs.append(pair)
             at += n
 
     def select(self, tokens: int) -> tuple[LoRA | None, Tensor | None]:
         """All slices in one pair, as `kernels.linear.lora_linear` takes it."""
-        return self.slots.select(self.stacked, tokens)
+        return self.slots.select(self.stacked or self.parts[0][3], tokens)
+
+    def select_pairs(self, tokens: int) -> tuple[list[LoRA | None], Tensor | None]:
+        """The pair of each slice, and each token's slot."""
+        return self.slots.select_all(self.pairs, tokens)
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """`out` fp32 [T, N] plus the deltas of its slices, one after the other; it may be changed in place."""

@@ -111,9 +111,7 @@ def main() -> None:
             shared = SharedExpert(*(tiles if fused else (gate_up, down)), mine(own))
             adapters = ExpertLoRA(*mine(own, "routed."))
             if fused:
-                return mlp_fused.fused_moe_with_shared(
-                    own["x"], *experts, ids, own["weights"], shared, ACT, adapters, slots, False, "moe."
-                )
+                return mlp_fused.fused_moe_with_shared(own["x"], *experts, ids, own["weights"], shared, ACT, adapters, slots, False, "moe.")
             return moe_with_shared(own["x"], w13, w2, ids, own["weights"], shared, ACT, adapters, slots)
 
         return call
