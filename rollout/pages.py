@@ -148,7 +148,8 @@ class PageCache(PagedCache):
         n = step.slots.shape[0]
         q, k, v, *index = (x[:n] for x in parts)
         index_q, index_k = (index[0], index[1][:, 0]) if index else (None, None)
-        q, index_q = kv_insert(q, k, v, index_q, index_k, norms, table, step.batch.position, step.slots, self.main, self.index)
+        index_cache = self.index if index else None
+        q, index_q = kv_insert(q, k, v, index_q, index_k, norms, table, step.batch.position, step.slots, self.main, index_cache)
         layer = self.prefix.removesuffix(".attn")
         self._tap_written(layer, q, index_q, step)
         cache = Pages(self.main, step.table)
