@@ -76,6 +76,12 @@ def _place(bands, tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _inside(tile, count, SIZE: tl.constexpr):
+    """Rows of a tile, counted from its first; those outside are read as the last one, so that only the inner dimension needs a mask."""
+    return tl.minimum(tl.arange(0, SIZE), count - 1 - tile * SIZE)
+
+
+@triton.jit
 def _product_kernel(
     x_ptr, w_ptr, out_ptr, tokens, outputs, K, x_stride, w_stride, bands, tiles, parts,
     FULL: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PART: tl.constexpr,
@@ -84,9 +90,8 @@ def _product_kernel(
     """fp32 [tokens, outputs], or [parts, tokens, outputs] where SPLIT, one part a program."""
     band, tile = _place(bands, tiles, 8)
     n, t, k = band * BW + tl.arange(0, BW), tile * BT + tl.arange(0, BT), tl.arange(0, BK)
-    # Rows outside are read as the last one: only K needs a mask.
-    w_at = w_ptr + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * w_stride + k[None, :]
-    x_at = x_ptr + tl.minimum(t, tokens - 1).to(tl.int64)[None, :] * x_stride + k[:, None]
+    w_at = w_ptr + (band * BW).to(tl.int64) * w_stride + _inside(band, outputs, BW)[:, None] * w_stride + k[None, :]
+    x_at = x_ptr + (tile * BT).to(tl.int64) * x_stride + _inside(tile, tokens, BT)[None, :] * x_stride + k[:, None]
     first, last = 0, parts
     if SPLIT:
         first = tl.program_id(1)
@@ -148,21 +153,24 @@ def _gradient_kernel(
     """bf16 [tokens, K] = both parts of grad [tokens, outputs] times W."""
     band, tile = _place(bands, tiles, 8)
     h, t, n = band * BH + tl.arange(0, BH), tile * BT + tl.arange(0, BT), tl.arange(0, BN)
-    at = tl.minimum(t, tokens - 1).to(tl.int64)[:, None] * outputs + n[None, :]
-    w_at = w_ptr + n[:, None] * w_stride + h[None, :]
+    at = _inside(tile, tokens, BT)[:, None] * outputs + n[None, :]
+    w_at = n[:, None] * w_stride + h[None, :]
+    high_ptr += (tile * BT).to(tl.int64) * outputs
+    low_ptr += (tile * BT).to(tl.int64) * outputs
     total = tl.zeros([BT, BH], tl.float32)
     for part in range(parts):
         acc = tl.zeros([BT, BH], tl.float32)
         for start in tl.range(part * PART, tl.minimum(part * PART + PART, outputs), BN, num_stages=STAGES):
             if EVEN:
-                high, low, w = tl.load(high_ptr + at), tl.load(low_ptr + at), tl.load(w_at)
+                high, low, w = tl.load(high_ptr + at), tl.load(low_ptr + at), tl.load(w_ptr + w_at)
             else:
                 real = start + n < outputs
                 high = tl.load(high_ptr + at, mask=real[None, :], other=0.0)
                 low = tl.load(low_ptr + at, mask=real[None, :], other=0.0)
-                w = tl.load(w_at, mask=real[:, None] & (h < K)[None, :], other=0.0)
-            at += BN
-            w_at += BN * w_stride
+                w = tl.load(w_ptr + w_at, mask=real[:, None] & (h < K)[None, :], other=0.0)
+            high_ptr += BN
+            low_ptr += BN
+            w_ptr += BN * w_stride
             if FULL:
                 w_high = bf16(w)
                 acc = dot(high, w_high, acc)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from samebits.kernels.linear import frozen_linear
+from samebits.kernels.logprobs import token_logprob_rows
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits held at a time: 128 MiB of fp32."""
@@ -43,9 +44,5 @@ def token_logprobs(
 
 
 def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logprobs = (frozen_linear(hidden, weight) / temperature[:, None]).log_softmax(-1)
-    picked = logprobs.gather(-1, labels[:, None]).squeeze(-1)
-    if not entropy:
-        return picked, None
-    # A probability of 0 has logprob -inf at worst; its contribution to the entropy is 0, not NaN.
-    return picked, -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
+    picked, entropies = token_logprob_rows(frozen_linear(hidden, weight), labels[:, None], temperature, entropy)
+    return picked.squeeze(-1), entropies
