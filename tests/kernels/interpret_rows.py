@@ -1,4 +1,7 @@
-"""The kernels of rows in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_rows`. bf16 dots are left to tests/gpu."""
+"""The kernels of rows in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_rows`.
+
+Products are fp32 there: the interpreter's bf16 dot is wrong. Those of tensor cores are left to tests/gpu.
+"""
 
 from __future__ import annotations
 

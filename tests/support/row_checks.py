@@ -150,35 +150,37 @@ def activation(device: str, rows: int, inner: int) -> None:
 
 
 def routing(device: str, tokens: int) -> None:
-    """The choice of torch's stable sort, ties included; weights, replayed weights, gradients."""
+    """The choice of torch's stable sort, ties included; weights, replayed weights, gradients; NaN, and ids that are none."""
     draw = Draw(device, 4)
     for experts, top, biased in ((128, 4, True), (6, 2, False), (256, 8, True), (40, 1, True)):
         # Steps of 1/8: sigmoids tie exactly or differ by far more than their last bit.
         logits = (draw(tokens, experts, dtype=torch.float32) * 16).round() / 8
-        bias = (draw(experts, dtype=torch.float32) * 2).round() if biased else None
-        ids, weights = route_topk(logits, bias, top, 2.5)
-        scores = logits.double().sigmoid()
-        ranked = (scores if bias is None else scores + bias).sort(dim=-1, descending=True, stable=True).indices
-        same("ids", ids, ranked[:, :top].sort(-1).values)
-
-        def formula(logits: Tensor, ids: Tensor) -> Tensor:
-            chosen = logits.sigmoid().gather(-1, ids)
-            return chosen / chosen.sum(-1, keepdim=True) * 2.5
-
-        close("weights", weights, formula(logits.double(), ids), 1e-6)
-        same("weights of the same ids", route_weights(logits, ids, 2.5), weights)
-        other = (ids * 3 + 1) % experts  # some of them twice
-        close("weights of other ids", route_weights(logits, other, 2.5), formula(logits.double(), other), 1e-6)
-        if top > 1:  # the share of one alone is constant
-            for chosen, call in ((ids, lambda x, b=bias: route_topk(x, b, top, 2.5)[1]), (other, lambda x: route_weights(x, other, 2.5))):
-                (have,), (want,) = gradients(call, logits), gradients(lambda x, i=chosen: formula(x, i), logits.double())
-                close("gradient of logits", have, want, 1e-5)
-                assert not have.masked_fill(torch.zeros_like(have, dtype=torch.bool).scatter(1, chosen, True), 0.0).any()
+        _routing_case(logits, (draw(experts, dtype=torch.float32) * 2).round() if biased else None, top)
     logits[0, 3], logits[1:] = float("nan"), -200.0
     ids, _ = route_topk(logits, None, 1, 1.0)
     assert ids[0, 0] == 3 and (ids[1:] == 0).all(), "NaN comes first; all equal, the lowest"
     outside = torch.tensor([[0], [-1], [logits.shape[1]]], device=device)
     assert route_weights(logits[:1].zero_().expand(3, -1), outside, 1.0).flatten().isnan().tolist() == [False, True, True]
+
+
+def _routing_case(logits: Tensor, bias: Tensor | None, top: int) -> None:
+    def formula(logits: Tensor, ids: Tensor) -> Tensor:
+        chosen = logits.sigmoid().gather(-1, ids)
+        return chosen / chosen.sum(-1, keepdim=True) * 2.5
+
+    ids, weights = route_topk(logits, bias, top, 2.5)
+    scores = logits.double().sigmoid()
+    ranked = (scores if bias is None else scores + bias).sort(dim=-1, descending=True, stable=True).indices
+    same("ids", ids, ranked[:, :top].sort(-1).values)
+    close("weights", weights, formula(logits.double(), ids), 1e-6)
+    same("weights of the same ids", route_weights(logits, ids, 2.5), weights)
+    other = (ids * 3 + 1) % logits.shape[1]  # some of them twice
+    close("weights of other ids", route_weights(logits, other, 2.5), formula(logits.double(), other), 1e-6)
+    if top > 1:  # the share of one alone is constant
+        for chosen, call in ((ids, lambda x: route_topk(x, bias, top, 2.5)[1]), (other, lambda x: route_weights(x, other, 2.5))):
+            (have,), (want,) = gradients(call, logits), gradients(lambda x, i=chosen: formula(x, i), logits.double())
+            close("gradient of logits", have, want, 1e-5)
+            assert not have.masked_fill(torch.zeros_like(have, dtype=torch.bool).scatter(1, chosen, True), 0.0).any()
 
 
 def products(device: str, tokens: int, outputs: int, inputs: int) -> None:
