@@ -55,7 +55,7 @@ def cut_of(tokens: int, outputs: int, full: bool) -> Cut:
     if full or outputs <= SMALL:
         return Cut(64, 16 if tokens <= 16 else 64, 64, 4, 3)
     if tokens <= 16:
-        return Cut(64, 16, 128, 4, 4)
+        return Cut(128, 16, 64, 4, 5)
     if tokens <= 64:
         return Cut(128, 64, 64, 4, 4)
     return Cut(128, 128, 64, 8, 4)
@@ -63,7 +63,7 @@ def cut_of(tokens: int, outputs: int, full: bool) -> Cut:
 
 def back_cut(tokens: int) -> Cut:
     """The same of the gradient."""
-    return Cut(128, 64, ROWS, 4, 3) if tokens <= 64 else Cut(128, 128, ROWS, 8, 3)
+    return Cut(128, 64, ROWS, 4, 4) if tokens <= 64 else Cut(128, 128, ROWS, 8, 3)
 
 
 @triton.jit
