@@ -34,8 +34,8 @@ def test_a_token_that_cannot_come_adds_nothing_to_the_entropy():
 def test_gradients_of_values_and_entropy():
     grads = []
     for dtype in (torch.float32, torch.float64):
-        x = LOGITS.to(dtype).requires_grad_()
+        x = LOGITS.clone().to(dtype).requires_grad_()
         out, entropy = token_logprob_rows(x, IDS, TEMPERATURE.to(dtype), True)
         (out.sum() + 2 * entropy.sum()).backward()
         grads.append(x.grad)
-    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-4, atol=1e-6)
