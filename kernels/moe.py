@@ -38,11 +38,20 @@ class W4A4(NamedTuple):
     w2: Tensor | None = None
 
 
+def _routed_by_kernels(logits: Tensor) -> bool:
+    return logits.dim() == 2 and logits.dtype is torch.float32 and fast_path(logits)
+
+
 def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Choose experts: `logits` fp32 [T, E], `bias` fp32 [E] to (ids int64 [T, k], weights fp32 [T, k]).
 
-    Ids come in ascending order of expert, so that equal sets are equal rows. Ties go to the lower id.
+    Ids come in ascending order of expert, so that equal sets are equal rows. Ties go to the lower id. On CUDA, one kernel of
+    `triton_route`, whose weights of a token have the bits that `route_weights` gives for the same ids.
     """
+    if _routed_by_kernels(logits):
+        from .triton_route import RouteTopK
+
+        return RouteTopK.apply(logits, bias, top_k, scale)
     scores = torch.sigmoid(logits.float())
     biased = scores if bias is None else scores + bias.float()
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(dim=-1).values
@@ -51,6 +60,10 @@ def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) ->
 
 def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
     """Weights fp32 [T, k] of given experts, from the full (dense) logits: a replayed id outside the live top-k keeps its gradient."""
+    if _routed_by_kernels(logits):
+        from .triton_route import RouteWeights
+
+        return RouteWeights.apply(logits, ids, scale)
     chosen = torch.sigmoid(logits.float()).gather(-1, ids)
     return chosen / chosen.sum(-1, keepdim=True) * scale
 

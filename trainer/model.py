@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from samebits.kernels.activation import swiglu_oai_halves
-from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear, select, split
+from samebits.kernels.linear import FrozenWeight, LoRA, frozen_linear, lora_linear, select, split
 from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.kernels.msa import PaddedBucket, packed_attention, pad_packed
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
@@ -197,7 +197,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, lora: LayerLoRA | None, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [T, H], routes int [T, k] or None to ([T, H], ids used [T, k], rows replayed [], rows that agree [])."""
-        logits = F.linear(x.float(), self.gate.value().float())
+        logits = frozen_linear(x, self.gate.value())
         ids, weights = route_topk(logits, self.bias.value(), self.dims.top_k, self.dims.routed_scale)
         replayed = agreed = torch.zeros((), dtype=torch.int64, device=x.device)
         if routes is not None:
