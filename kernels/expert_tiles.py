@@ -69,8 +69,8 @@ def takes_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:
 def pack_experts(weight: NVFP4Tensor, name: str = "experts", device: torch.device | str | None = None) -> NVFP4Tiles:
     """Reorder a stack of NVFP4 matrices [E, N, K] with one global scale each, on `device` (default: where they are).
 
-    Matrices are moved and reordered one by one. Raises `ValueError` with `name` for what the kernels cannot read: a shape that is no such stack, a scale that is NaN or negative, a
-    scale of zero over codes that are not.
+    Matrices are moved and reordered one by one. Raises `ValueError` with `name` for what the kernels cannot read: a shape that is no such
+    stack, a scale that is NaN or negative, a scale of zero over codes that are not.
     """
     codes, scales, g = weight
     if codes.dim() != 3 or g.shape != codes.shape[:1]:

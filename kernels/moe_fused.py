@@ -113,9 +113,7 @@ def backward_experts(saved: Saved, grad: Tensor, needs_x: bool) -> tuple[Tensor 
             like = shaped(one.a, kinds[2 * at])
             grads[2 * at] = outer_product(x, v[:, ranks], like, plan, adapter_ids, gather=True, weights=None, is_a=True)
             like = shaped(one.b, kinds[2 * at + 1])
-            grads[2 * at + 1] = outer_product(
-                dh[:, columns], u[:, ranks], like, plan, adapter_ids, gather=False, weights=None, is_a=False
-            )
+            grads[2 * at + 1] = outer_product(dh[:, columns], u[:, ranks], like, plan, adapter_ids, gather=False, weights=None, is_a=False)
     if down is not None:
         grads[4] = outer_product(act, v2, shaped(down.a, kinds[4]), plan, adapter_ids, gather=False, weights=weights, is_a=True)
         grads[5] = outer_product(grad, u2, shaped(down.b, kinds[5]), plan, adapter_ids, gather=True, weights=weights, is_a=False)

@@ -111,9 +111,7 @@ def main() -> None:
             shared = SharedExpert(*(tiles if fused else (gate_up, down)), mine(own))
             adapters = ExpertLoRA(*mine(own, "routed."))
             if fused:
-                return mlp_fused.fused_moe_with_shared(
-                    own["x"], *experts, ids, own["weights"], shared, ACT, adapters, slots, False, "moe."
-                )
+                return mlp_fused.fused_moe_with_shared(own["x"], *experts, ids, own["weights"], shared, ACT, adapters, slots, False, "moe.")
             return moe_with_shared(own["x"], w13, w2, ids, own["weights"], shared, ACT, adapters, slots)
 
         return call
@@ -122,7 +120,7 @@ def main() -> None:
     with record() as recorder, torch.no_grad():
         out = both(True)(leaves)
     seen = recorder.tensors()
-    if list(seen) != ["moe.shared_experts.activation", "moe.shared_experts.down_proj", "moe.experts"]:
+    if list(seen) != ["moe.experts", "moe.shared_experts.activation", "moe.shared_experts.down_proj"]:
         raise SystemExit(f"taps: {list(seen)}")
     if not torch.equal(seen["moe.experts"] + seen["moe.shared_experts.down_proj"], out):
         raise SystemExit("the sum is not routed + shared")
