@@ -61,7 +61,7 @@ def takes_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:
     Anywhere else tiles are unpacked again in each call.
     """
     device = torch.device(device)
-    if dtype is not torch.bfloat16 or device.type != "cuda":
+    if dtype is not torch.bfloat16 or device.type != "cuda" or not torch.cuda.is_available():
         return False
     return fast_path(torch.empty(0, device=device)) and torch.cuda.get_device_capability(device) >= (9, 0)
 

@@ -82,6 +82,7 @@ def test_only_bf16_on_a_hopper_gpu_takes_tiles(monkeypatch):
     from samebits.kernels import expert_tiles
 
     monkeypatch.setattr(expert_tiles, "fast_path", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(expert_tiles.torch, "empty", lambda *a, **k: None)
     for capability, wanted in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
