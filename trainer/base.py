@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from samebits.kernels.expert_tiles import NVFP4Tiles, pack_experts, unpack_experts
+from samebits.kernels.expert_tiles import NVFP4Tiles, pack_experts_on, unpack_experts
 from samebits.kernels.linear import FrozenWeight
 from samebits.kernels.linear_tiles import MXFP8Tiles, pack_linear, unpack_linear
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
@@ -47,7 +47,7 @@ class PackedBase(nn.Module):
         """
         weight = self.value()
         if isinstance(weight, NVFP4Tensor):
-            tiles = pack_experts(weight, name, device)
+            tiles = pack_experts_on(device, weight, name)
         elif isinstance(weight, MXFP8Tensor):
             tiles = pack_linear(MXFP8Tensor(*(part.to(device) for part in weight)), name)
         else:
