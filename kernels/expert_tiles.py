@@ -55,21 +55,10 @@ def _scale_bytes() -> tuple[Tensor, Tensor]:
     return there, back
 
 
-def takes_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether weights for activations of `dtype` on `device` are best held as tiles: where the Triton kernels run, from Hopper on.
+def pack_experts(weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
+    """Reorder a stack of NVFP4 matrices [E, N, K] with one global scale each.
 
-    Anywhere else tiles are unpacked again in each call.
-    """
-    device = torch.device(device)
-    if dtype is not torch.bfloat16 or device.type != "cuda":
-        return False
-    return fast_path(torch.empty(0, device=device)) and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def pack_experts(weight: NVFP4Tensor, name: str = "experts", device: torch.device | str | None = None) -> NVFP4Tiles:
-    """Reorder a stack of NVFP4 matrices [E, N, K] with one global scale each, on `device` (default: where they are).
-
-    Matrices are moved and reordered one by one. Raises `ValueError` with `name` for what the kernels cannot read: a shape that is no such stack, a scale that is NaN or negative, a
+    Raises `ValueError` with `name` for what the kernels cannot read: a shape that is no such stack, a scale that is NaN or negative, a
     scale of zero over codes that are not.
     """
     codes, scales, g = weight
@@ -77,20 +66,18 @@ def pack_experts(weight: NVFP4Tensor, name: str = "experts", device: torch.devic
         raise ValueError(f"{name}: needs a stack [E, N, K] with a global scale for each, got {tuple(codes.shape)} and {tuple(g.shape)}")
     experts, n, half = codes.shape
     k, chunks = 2 * half, -(-2 * half // CHUNK)
-    device = codes.device if device is None else torch.device(device)
-    there = _scale_bytes()[0].to(device)
-    words = torch.empty(experts, chunks, n, BLOCK, dtype=torch.int32, device=device)
-    bytes8 = torch.empty(experts, chunks, n, dtype=torch.int64, device=device)
-    bad = torch.zeros(2, dtype=torch.bool, device=device)
+    there = _scale_bytes()[0].to(codes.device)
+    words = torch.empty(experts, chunks, n, BLOCK, dtype=torch.int32, device=codes.device)
+    bytes8 = torch.empty(experts, chunks, n, dtype=torch.int64, device=codes.device)
+    bad = torch.zeros(2, dtype=torch.bool, device=codes.device)
     for e in range(experts):  # one matrix at a time: the nibbles take eight times its bytes
-        packed = codes[e].to(device)
-        nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).view(n, -1)
-        scale = there[scales[e].to(device).int()]
+        nibbles = torch.stack((codes[e] & 15, codes[e] >> 4), dim=-1).view(n, -1)
+        scale = there[scales[e].int()]
         bad[0] |= (scale < 0).any()
         bad[1] |= ((scale == 0) & ((nibbles.view(n, -1, BLOCK) & 7) != 0).any(-1)).any()
         nibbles = F.pad(nibbles, (0, chunks * CHUNK - k)).view(n, chunks, PLANES, BLOCK).int()
         magnitude, sign = nibbles & 7, nibbles >> 3
-        word = torch.zeros(n, chunks, BLOCK, dtype=torch.int32, device=device)
+        word = torch.zeros(n, chunks, BLOCK, dtype=torch.int32, device=codes.device)
         for plane in range(PLANES):
             up = plane // 4 * 16
             word |= magnitude[:, :, plane] << (MAGNITUDE_AT[plane % 4] + up)
@@ -103,14 +90,7 @@ def pack_experts(weight: NVFP4Tensor, name: str = "experts", device: torch.devic
     for problem, text in zip(bad.tolist(), ("a block scale is NaN or negative", "a block scale is 0 over codes that are not"), strict=True):
         if problem:
             raise ValueError(f"{name}: {text}")
-    return NVFP4Tiles(words, bytes8, g.to(device, torch.float32).contiguous(), k)
-
-
-def expert_of(tiles: NVFP4Tiles, index: int) -> NVFP4Tensor:
-    """Matrix `index` of the stack that `pack_experts` was given, byte for byte: [N, K], unpacked alone."""
-    one = slice(index, index + 1)
-    alone = unpack_experts(NVFP4Tiles(tiles.codes[one], tiles.scales[one], tiles.global_scale[one], tiles.inputs))
-    return NVFP4Tensor(*(part[0] for part in alone))
+    return NVFP4Tiles(words, bytes8, g.float().contiguous(), k)
 
 
 def unpack_experts(tiles: NVFP4Tiles) -> NVFP4Tensor:
@@ -131,3 +111,36 @@ def unpack_experts(tiles: NVFP4Tiles) -> NVFP4Tensor:
         scale = bytes8[e].t().flatten().view(torch.uint8).view(n, -1)[:, : k // BLOCK]
         scales[e] = back[scale.int()].to(torch.uint8)
     return NVFP4Tensor(codes, scales, g)
+
+
+def pack_experts_on(device: torch.device, weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
+    """`pack_experts` on `device`, to which the matrices of the stack are brought one at a time."""
+    experts = len(weight.codes)
+    if weight.codes.dim() != 3 or weight.global_scale.shape != (experts,):
+        return pack_experts(weight, name)  # which says what is wrong
+    tiles = None
+    for e in range(experts):
+        one = pack_experts(NVFP4Tensor(*(part[e : e + 1].to(device) for part in weight)), name)
+        if tiles is None:
+            tiles = NVFP4Tiles(*(part.new_empty(experts, *part.shape[1:]) for part in one[:3]), one.inputs)
+        for stack, part in zip(tiles[:3], one[:3], strict=True):
+            stack[e] = part[0]
+    return tiles
+
+
+def expert_of(tiles: NVFP4Tiles, index: int) -> NVFP4Tensor:
+    """Matrix `index` of the stack that `pack_experts` was given, byte for byte: [N, K], unpacked alone."""
+    one = slice(index, index + 1)
+    alone = unpack_experts(NVFP4Tiles(tiles.codes[one], tiles.scales[one], tiles.global_scale[one], tiles.inputs))
+    return NVFP4Tensor(*(part[0] for part in alone))
+
+
+def takes_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether weights for activations of `dtype` on `device` are best held as tiles: where the Triton kernels run, from Hopper on.
+
+    Anywhere else tiles are unpacked again in each call.
+    """
+    device = torch.device(device)
+    if dtype is not torch.bfloat16 or device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return fast_path(torch.empty(0, device=device)) and torch.cuda.get_device_capability(device) >= (9, 0)

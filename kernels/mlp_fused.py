@@ -56,21 +56,24 @@ class Saved(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...]
 
 
-def forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters, train, point) -> tuple[Tensor, Saved | None]:
-    """bf16 [T, H], and with `train` what the backward needs."""
+def forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters, train) -> tuple[Tensor, Tensor, Saved | None]:
+    """(out bf16 [T, H], activation bf16 [T, I], with `train` what the backward needs)."""
     read = readable(adapters, x)
     loras = pairs_of(read)
     inner, outer = mlp_cuts(len(x), down.codes.shape[1])
     slots = slots_of(loras)
     plan = linear_plan(x, inner.tokens, 2 * (1 + slots))
     act, u, halves = weight_product(x, gate_up, plan, inner, activation, loras[:2], adapter_ids, keep=train and not recompute)
-    tap(f"{point}activation", act)
     out, u2, _ = weight_product(act, down, plan, outer, None, (loras[2], None), adapter_ids, counter=1 + slots)
-    tap(f"{point}down_proj", out)
     if not train:
-        return out, None
+        return out, act, None
     tensors = (x, adapter_ids, u, u2, halves, *gate_up[:2], *down[:2], *read)
-    return out, Saved(tensors, (gate_up.inputs, down.inputs), activation, dtypes_of(adapters))
+    return out, act, Saved(tensors, (gate_up.inputs, down.inputs), activation, dtypes_of(adapters))
+
+
+def _taps(point: str, act: Tensor, out: Tensor) -> None:
+    tap(f"{point}activation", act)
+    tap(f"{point}down_proj", out)
 
 
 def backward_mlp(saved: Saved, grad: Tensor, needs_x: bool) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -115,7 +118,8 @@ class _FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, adapter_ids, gate_up, down, activation, recompute, point, *adapters):
         train = any(ctx.needs_input_grad)
-        out, saved = forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters, train, point)
+        out, act, saved = forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters, train)
+        _taps(point, act, out)
         if saved is not None:
             ctx.save_for_backward(*saved.tensors)
             ctx.saved = saved._replace(tensors=())
@@ -156,12 +160,11 @@ class _FusedMoEWithShared(torch.autograd.Function):
         train = any(ctx.needs_input_grad)
         side = _fork(x)
         with _on(side):  # first, so that it runs while the routed pairs are sorted
-            shared, of_shared = forward_mlp(
-                x, adapter_ids, gate_up, down, activation, recompute, adapters[6:], train, f"{point}shared_experts."
-            )
+            shared, act, of_shared = forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters[6:], train)
         routed, of_routed = forward_experts(x, weights, ids, adapter_ids, w13, w2, activation, recompute, adapters[:6], train)
-        tap(f"{point}experts", routed)
         _join(side)
+        tap(f"{point}experts", routed)
+        _taps(f"{point}shared_experts.", act, shared)
         if train:
             ctx.save_for_backward(*of_routed.tensors, *of_shared.tensors)
             ctx.routed, ctx.shared = of_routed._replace(tensors=()), of_shared._replace(tensors=())

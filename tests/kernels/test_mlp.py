@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samebits.kernels.activation import SwiGLU, swiglu_oai_halves
-from samebits.kernels.expert_tiles import expert_of, pack_experts, takes_tiles
+from samebits.kernels.expert_tiles import expert_of, pack_experts, pack_experts_on, takes_tiles
 from samebits.kernels.linear import LoRA, lora_linear
 from samebits.kernels.linear_tiles import pack_linear
 from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, moe_with_shared
@@ -69,6 +69,10 @@ def test_an_expert_is_unpacked_alone(monkeypatch):
 
     packed = nvfp4.quantize(torch.randn(3, 48, 160, generator=G) * torch.tensor([1.0, 5, 25])[:, None, None])
     tiles = pack_experts(packed)
+    again = pack_experts_on(torch.device("cpu"), packed)
+    assert again.inputs == tiles.inputs and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(again[:3], tiles[:3], strict=True))
+    with pytest.raises(ValueError, match="^w2: needs a stack"):
+        pack_experts_on(torch.device("cpu"), packed._replace(global_scale=torch.tensor(1.0)), "w2")
     unpacked = []
     inner = expert_tiles.unpack_experts
     monkeypatch.setattr(expert_tiles, "unpack_experts", lambda t: unpacked.append(len(t.codes)) or inner(t))
@@ -82,6 +86,7 @@ def test_only_bf16_on_a_hopper_gpu_takes_tiles(monkeypatch):
     from samebits.kernels import expert_tiles
 
     monkeypatch.setattr(expert_tiles, "fast_path", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(expert_tiles.torch, "empty", lambda *a, **k: None)
     for capability, wanted in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
