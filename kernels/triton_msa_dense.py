@@ -122,28 +122,22 @@ def _weights(scores, new_top, factor, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _rows_tile(query, k, v, top, total, values, ones, key, position, factor, MASKED: tl.constexpr):
-    """A tile of keys, with queries as rows: state of the chunk [N], [N, 16] and [N, 128]."""
+def _row_weights(query, k, top, key, position, factor, MASKED: tl.constexpr):
+    """Of a tile of keys, with queries as rows: the new maximum, what it makes of the old state, and weights [N, KEYS]."""
     scores = tl.dot(query, tl.trans(k))
     if MASKED:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
-    shrink = tl.exp2(top - _finite(new_top))
-    weights = _weights(scores, new_top, factor, 1)
-    total = tl.dot(weights, ones, total * shrink[:, None])
-    return new_top, total, tl.dot(weights, v, values * shrink[:, None])
+    return new_top, tl.exp2(top - _finite(new_top))[:, None], _weights(scores, new_top, factor, 1)
 
 
 @triton.jit
-def _columns_tile(query, k, v, top, total, values, ones, key, position, factor):
-    """The same with queries as columns: state [N], [64, N] and [128, N]."""
+def _column_weights(query, k, top, key, position, factor):
+    """The same with queries as columns: weights [KEYS, N]."""
     scores = tl.dot(k, query)
     scores = tl.where(key[:, None] <= position[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=0) * factor)
-    shrink = tl.exp2(top - _finite(new_top))
-    weights = _weights(scores, new_top, factor, 0)
-    total = tl.dot(ones, weights, total * shrink[None, :])
-    return new_top, total, tl.dot(tl.trans(v), weights, values * shrink[None, :])
+    return new_top, tl.exp2(top - _finite(new_top))[None, :], _weights(scores, new_top, factor, 0)
 
 
 @triton.jit
@@ -183,9 +177,13 @@ def _chunk(
             v = _plain(values_ptr + offset, limit - at, token_stride, KEYS, MASKED)
             seen = key + tile * KEYS
             if COLUMNS:
-                top, total, values = _columns_tile(query, k, v, top, total, values, ones, seen, position, factor)
+                top, shrink, weights = _column_weights(query, k, top, seen, position, factor)
+                total = tl.dot(ones, weights, total * shrink)
+                values = tl.dot(tl.trans(v), weights, values * shrink)
             else:
-                top, total, values = _rows_tile(query, k, v, top, total, values, ones, seen, position, factor, MASKED)
+                top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED)
+                total = tl.dot(weights, ones, total * shrink)
+                values = tl.dot(weights, v, values * shrink)
     else:
         offset = _offset(table_ptr, first, begin, page_stride, token_stride, PAGED, FORMAT)
         x_k, scale_k = _codes(keys_ptr + offset, 0, limit - begin, token_stride, KEYS, FORMAT, False)
@@ -196,12 +194,16 @@ def _chunk(
             offset = _offset(table_ptr, first, at, page_stride, token_stride, PAGED, FORMAT)
             next_k, next_scale_k = _codes(keys_ptr + offset, at % 128, limit - at, token_stride, KEYS, FORMAT, False)
             next_v, next_scale_v = _codes(values_ptr + offset, at % 128, limit - at, token_stride, KEYS, FORMAT, True)
-            k, v = _decoded(x_k, scale_k, KEYS, FORMAT), _decoded(x_v, scale_v, KEYS, FORMAT)
+            k = _decoded(x_k, scale_k, KEYS, FORMAT)
             seen = key + tile * KEYS
             if COLUMNS:
-                top, total, values = _columns_tile(query, k, v, top, total, values, ones, seen, position, factor)
+                top, shrink, weights = _column_weights(query, k, top, seen, position, factor)
+                total = tl.dot(ones, weights, total * shrink)
+                values = tl.dot(tl.trans(_decoded(x_v, scale_v, KEYS, FORMAT)), weights, values * shrink)
             else:
-                top, total, values = _rows_tile(query, k, v, top, total, values, ones, seen, position, factor, MASKED)
+                top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED)
+                total = tl.dot(weights, ones, total * shrink)
+                values = tl.dot(weights, _decoded(x_v, scale_v, KEYS, FORMAT), values * shrink)
             x_k, scale_k, x_v, scale_v = next_k, next_scale_k, next_v, next_scale_v
     return top, total, values
 
