@@ -1,4 +1,4 @@
-"""Attention as an engine and a trainer call it: `kv_insert`, `index_topk`, `sparse_attention`, `dense_attention`, one signature each.
+"""Attention as engine and trainer call it: `kv_insert` or `rotate_heads`, `index_topk`, `sparse_attention`, `dense_attention`.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
 elsewhere the torch reference of `kernels.msa`, request by request. A kernel's result depends on its own query and its own keys alone:
@@ -8,13 +8,15 @@ it is bitwise the same alone or in any batch, as one token or one of many, from 
 are the request's cache, or, in training, the packed tokens themselves. Chunked prefill, decode with several tokens and training are all so.
 
 **Pages.** A cache is told by its tensor: uint8 are NVFP4 pages (`quant.kv`), bf16 or E4M3 (scale 1) are pages [pages, G, 128, 2 D], K then
-V along the last dimension, and [pages, 128, D] for index keys, as vLLM lays out MiniMax-M3's.
+V along the last dimension, and [pages, 128, D] for index keys, as vLLM lays out MiniMax-M3's. Pages may lie any distance apart, so that
+both caches can be views of one buffer whose pages hold a layer's main KV and then its index keys; inside a page all is contiguous.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from .norm import gemma_rms_norm
 from .rope import apply_rope
 
 DIM, BLOCK, HEADS_A_GROUP = 128, 128, 16
+FORMS = ("nvfp4", "fp8", "bf16")  # of a cache, see the module
 
 
 class Batch(NamedTuple):
@@ -132,12 +135,12 @@ def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float
 
 
 class Norms(NamedTuple):
-    """Per-head Gemma norm weights [D] of one layer, and their epsilon."""
+    """Per-head Gemma norm weights [D] of one layer, and their epsilon; a layer without an indexer has None for its two."""
 
     q: Tensor
     k: Tensor
-    index_q: Tensor
-    index_k: Tensor
+    index_q: Tensor | None
+    index_k: Tensor | None
     eps: float
 
 
@@ -145,46 +148,99 @@ def kv_insert(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    index_q: Tensor,
-    index_k: Tensor,
+    index_q: Tensor | None,
+    index_k: Tensor | None,
     norms: Norms,
     table: tuple[Tensor, Tensor],
     position: Tensor,
     slots: Tensor,
     cache: Tensor,
-    index_cache: Tensor,
-) -> tuple[Tensor, Tensor]:
+    index_cache: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     """Norm and rotate the heads of a projection, and write K, V and the index key into their pages, in place.
 
     Args:
         q: bf16 [T, H, D]. k, v, index_q: [T, G, D]. index_k: [T, D]. Views of one projection's output will do.
+        norms: of the layer. A layer without an indexer has None there and for `index_q`, `index_k` and `index_cache`.
         table: cos and sin of `kernels.rope.rope_table`. position: int32 [T], -1 for padding.
         slots: int64 [T], page * 128 + place in the page, no two equal; -1 writes nothing.
         cache, index_cache: pages (see the module), each of a format of its own.
     Returns:
-        (q [T, H, D], index_q [T, G, D]) in bf16, normed and rotated.
+        (q [T, H, D], index_q [T, G, D] or None) in bf16, normed and rotated.
     """
     if _kernels_take(q, BLOCK):
         from . import triton_msa
 
         return triton_msa.kv_insert(q, k, v, index_q, index_k, norms, table, position, slots, cache, index_cache)
-    cos, sin = (t[position.clamp_min(0).long()] for t in table)
-
-    def turned(x: Tensor, weight: Tensor) -> Tensor:
-        return apply_rope(gemma_rms_norm(x, weight, norms.eps), cos, sin)
-
+    turned = _turning(norms.eps, table, position)
     written = slots >= 0
-    k, index_k = turned(k, norms.k)[written], turned(index_k[:, None], norms.index_k)[written]
-    v, slots = v[written], slots[written]
+    at, k, v = slots[written], turned(k, norms.k)[written], v[written]
     if cache.dtype == torch.uint8:
-        kv.write_pages(cache, slots, k, v)
+        kv.write_pages(cache, at, k, v)
     else:
-        _put(cache, torch.cat((k, v), -1), slots)
+        _put(cache, torch.cat((k, v), -1), at)
+    if index_q is None:
+        return turned(q, norms.q), None
+    index_k = turned(index_k[:, None], norms.index_k)[written]
     if index_cache.dtype == torch.uint8:
-        kv.write_index_pages(index_cache, slots, index_k[:, 0])
+        kv.write_index_pages(index_cache, at, index_k[:, 0])
     else:
-        _put(index_cache[:, None], index_k, slots)
+        _put(index_cache[:, None], index_k, at)
     return turned(q, norms.q), turned(index_q, norms.index_q)
+
+
+def rotate_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor | None,
+    index_k: Tensor | None,
+    norms: Norms,
+    table: tuple[Tensor, Tensor],
+    position: Tensor,
+    form: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`kv_insert` for training: heads normed and rotated, and K, V and the index key as a cache of `form` gives them back.
+
+    On CUDA in bf16 the row functions are those of `kv_insert`'s kernel, so that the bits are what an engine reads from its pages.
+
+    Args:
+        q: [T, H, D]. k, v, index_q: [T, G, D]. index_k: [T, D]. Views of one projection's output will do; the index pair may be None.
+        norms, table, position: as in `kv_insert`.
+        form: "nvfp4", "fp8" (E4M3, scale 1), "bf16" or None: K and V stay as they are.
+    Returns:
+        (q, k, v, index_q, index_k), shapes and dtype as given. Differentiable in q, k and v; a cache's rounding passes gradients
+        straight through, norm weights are frozen, and the choice that the index pair is for passes none.
+    Raises `ValueError` for another `form`.
+    """
+    if form not in (None, *FORMS):
+        raise ValueError(f"cache form must be one of {', '.join(FORMS)} or None, got {form!r}")
+    turned = _turning(norms.eps, table, position)
+    cached = {"nvfp4": kv.round_trip, "fp8": _Fp8.apply}.get(form, lambda x: x)
+    q, k, v = turned(q, norms.q), cached(turned(k, norms.k)), cached(v)
+    if index_q is None:
+        return q, k, v, None, None
+    with torch.no_grad():
+        index_k = cached(turned(index_k[:, None], norms.index_k))[:, 0]
+        return q, k, v, turned(index_q, norms.index_q), index_k
+
+
+def _turning(eps: float, table: tuple[Tensor, Tensor], position: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Norm and rotation of heads [T, heads, D] with a norm weight [D], which is frozen."""
+    cos, sin = (t[position.clamp_min(0).long()] for t in table)
+    return lambda x, weight: apply_rope(gemma_rms_norm(x, weight.detach(), eps), cos, sin)
+
+
+class _Fp8(torch.autograd.Function):
+    """What an E4M3 cache gives back, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return kv.round_e4m3(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _put(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
@@ -226,7 +282,7 @@ def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int) -> Te
     slots = _slots(keys, request, length)
     if keys.data.dtype == torch.uint8:
         return kv.read_index_pages(keys.data, slots, dim)
-    return _pick(keys.data.reshape(-1, dim), slots)
+    return _pick(keys.data, slots // BLOCK, slots % BLOCK)
 
 
 def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -237,12 +293,12 @@ def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, 
     slots = _slots(cache, request, length)
     if cache.data.dtype == torch.uint8:
         return kv.read_pages(cache.data, slots, dim)
-    places = slots[:, None] // BLOCK * groups + torch.arange(groups, device=slots.device)
-    both = _pick(cache.data.reshape(-1, 2 * dim), places * BLOCK + slots[:, None] % BLOCK)  # [length, G, 2 D]
+    group = torch.arange(groups, device=slots.device)
+    both = _pick(cache.data, slots[:, None] // BLOCK, group, slots[:, None] % BLOCK)  # [length, G, 2 D]
     return both[..., :dim], both[..., dim:]
 
 
-def _pick(rows: Tensor, at: Tensor) -> Tensor:
+def _pick(rows: Tensor, *at: Tensor) -> Tensor:
     """fp32 rows; E4M3 as bytes, which can be indexed on every device."""
     return rows.view(torch.uint8)[at].view(rows.dtype).float() if rows.dtype == torch.float8_e4m3fn else rows[at].float()
 

@@ -9,7 +9,7 @@ from samebits.kernels.msa_ops import Pages, batch_of
 from samebits.kernels.norm import gemma_rms_norm
 from samebits.kernels.rope import apply_rope
 from samebits.quant import kv
-from tests.support.msa_cases import FORMATS, insert_case, make
+from tests.support.msa_cases import FORMATS, insert_case, make, one_buffer
 
 CONFIG = SparseConfig(topk=4)
 
@@ -105,6 +105,95 @@ def test_insert_norms_rotates_and_writes(form):
     page = int((untouched.view(-1, 128).all(1)).nonzero()[0]) if untouched.view(-1, 128).all(1).any() else None
     if page is not None:
         assert torch.equal(cache.view(torch.uint8)[page], blank.view(torch.uint8)[page])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_pages_of_one_buffer_are_written_and_read_as_pages_of_their_own(form):
+    """Main KV and index keys of a page beside one another: pages lie further apart than they are long."""
+    args, caches = insert_case(form, tokens=9, heads=4, groups=2)
+    buffer, *views = one_buffer(*caches)
+    before = buffer.view(torch.uint8).clone()
+    want, have = msa_ops.kv_insert(*args, *caches), msa_ops.kv_insert(*args, *views)
+    assert all(torch.equal(a, b) for a, b in zip(want, have, strict=True))
+    assert torch.equal(buffer.view(torch.uint8), one_buffer(*caches)[0].view(torch.uint8)) and not torch.equal(
+        buffer.view(torch.uint8), before
+    )
+    case = make([2, 1], [400, 129], form, groups=2, heads=4)
+    _, cache, index = one_buffer(case.cache.data, case.index.data)
+    assert not cache.is_contiguous() and not index.is_contiguous()
+    chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
+    assert torch.equal(msa_ops.index_topk(case.index_q, Pages(index, case.index.table), case.batch, CONFIG), chosen)
+    out = msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, 0.1)
+    assert torch.equal(msa_ops.sparse_attention(case.q, Pages(cache, case.cache.table), chosen, case.batch, 0.1), out)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_layer_without_an_indexer_inserts_the_same_keys(form):
+    (q, k, v, _, _, norms, *rest), (cache, _) = insert_case(form, tokens=9, heads=4, groups=2)
+    args, (want, index) = insert_case(form, tokens=9, heads=4, groups=2)
+    norms = norms._replace(index_q=None, index_k=None)
+    q_out, none = msa_ops.kv_insert(q, k, v, None, None, norms, *rest, cache, None)
+    assert none is None and torch.equal(q_out, msa_ops.kv_insert(*args, want, index)[0])
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+
+
+def read_back(cache, index, slots, dtype):
+    """(k, v, index k) of tokens, as an engine reads them."""
+    if cache.dtype == torch.uint8:
+        return *kv.read_pages(cache, slots, 128, dtype), kv.read_index_pages(index, slots, 128, dtype)
+    both = msa_ops._pick(cache.transpose(1, 2), slots // 128, slots % 128).to(dtype)
+    return both[..., :128], both[..., 128:], msa_ops._pick(index, slots // 128, slots % 128).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [*FORMATS, None])
+def test_training_heads_are_what_the_pages_give_back(form, dtype):
+    args, caches = insert_case(form or "bf16", tokens=9, heads=4, groups=2, exact=False)
+    q, k, v, index_q, index_k, norms, table, position, slots = args
+    if dtype == torch.float32 and form in (None, "bf16"):
+        caches = [c.float() for c in caches]
+    q, k, v, index_q, index_k = (x.to(dtype) for x in (q, k, v, index_q, index_k))
+    want_q, want_index_q = msa_ops.kv_insert(q, k, v, index_q, index_k, norms, table, position, slots, *caches)
+    have = msa_ops.rotate_heads(q, k, v, index_q, index_k, norms, table, position, form)
+    assert torch.equal(have[0], want_q) and torch.equal(have[3], want_index_q)
+    written = slots >= 0
+    want = read_back(*caches, slots[written], dtype)
+    for name, a, b in zip(("k", "v", "index k"), (have[1], have[2], have[4]), want, strict=True):
+        assert a.dtype == dtype and torch.equal(a[written], b), name
+    assert all(
+        torch.equal(a, b) for a, b in zip(msa_ops.rotate_heads(q, k, v, None, None, norms, table, position, form)[:3], have, strict=False)
+    )
+
+
+@pytest.mark.parametrize("form", [*FORMATS, None])
+def test_gradients_of_training_heads_pass_the_cache_and_skip_the_indexer(form):
+    """As if nothing were rounded on the way to the cache; autograd through the formula in fp64 is the judge."""
+    args, _ = insert_case("bf16", tokens=5, heads=4, groups=2, exact=False)
+    *heads, norms, table, position, _ = args
+    heads = [x.float().requires_grad_() for x in heads]
+    out = msa_ops.rotate_heads(*heads, norms, table, position, form)
+    grads = [torch.randn_like(x) for x in out[:3]]
+    assert not out[3].requires_grad and not out[4].requires_grad
+    have = torch.autograd.grad(out[:3], heads[:3], grads)
+
+    def formula(x, weight):
+        x = x.double()
+        y = x * (x.square().mean(-1, keepdim=True) + norms.eps).rsqrt() * (1 + weight.double())
+        cos, sin = (t[position.long()].double()[:, None] for t in table)
+        n = cos.shape[-1]
+        a, b = y[..., :n], y[..., n : 2 * n]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, y[..., 2 * n :]), -1)
+
+    turned = formula(heads[0], norms.q), formula(heads[1], norms.k)
+    want = (*torch.autograd.grad(turned, heads[:2], [g.double() for g in grads[:2]]), grads[2])
+    for a, b in zip(have, want, strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm()
+
+
+def test_an_unknown_cache_form_is_refused():
+    args, _ = insert_case("bf16", tokens=2, heads=2, groups=1)
+    with pytest.raises(ValueError, match="cache form must be one of nvfp4, fp8, bf16 or None, got 'int8'"):
+        msa_ops.rotate_heads(*args[:8], "int8")
 
 
 def test_e4m3_pages_saturate():

@@ -91,6 +91,13 @@ def make(
     )
 
 
+def one_buffer(cache: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(buffer, main pages, index pages): views of one buffer, a page's main KV and then its index keys, as the engine has it."""
+    pages, main = cache.shape[0], cache[0].numel()
+    buffer = torch.cat((cache.view(pages, -1).view(torch.uint8), index.view(pages, -1).view(torch.uint8)), dim=1).view(cache.dtype)
+    return buffer, buffer[:, :main].view(cache.shape), buffer[:, main:].view(index.shape)
+
+
 def _bits(x: Tensor) -> Tensor:
     """E4M3 as bytes, which can be indexed on every device."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
