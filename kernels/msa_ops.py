@@ -1,4 +1,4 @@
-"""Attention as engine and trainer call it: `kv_insert` or `rotate_heads`, `index_topk`, `sparse_attention`, `dense_attention`.
+"""Attention as an engine and a trainer call it: `kv_insert`, `rotate_heads`, `index_topk`, `sparse_attention`, `dense_attention`.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
 elsewhere the torch reference of `kernels.msa`, request by request. A kernel's result depends on its own query and its own keys alone:

@@ -53,7 +53,7 @@ def _codes(base, place, left, token_stride, KEYS: tl.constexpr, FORMAT: tl.const
     """Raw bits of KEYS keys: words of 16 bytes a row, and two scales of E4M3 a row in NVFP4; zero for keys from `left` on.
 
     Args:
-        base: of the first key; of NVFP4, of its page's plane. place: of the first key in its page. left: how many keys there are from it on.
+        base: of the first key; of NVFP4, of its page's plane. place: of the first key in its page. left: keys that there are from it on.
     """
     words = base.to(tl.pointer_type(tl.int32))
     if FORMAT == NVFP4:

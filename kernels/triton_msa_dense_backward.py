@@ -174,7 +174,6 @@ def grad_keys_kernel(
         grad_v = tl.zeros([KEYS, 128], tl.float32)
         # Tokens of a packed request are its keys: those at the tile's own places see some of it, later ones all.
         middle = tl.minimum(begin + KEYS, end)
-        whole = middle + (end - middle) // TOKENS * TOKENS
         place = key - first
         grad_k, grad_v = _key_tiles(
             k, v, grad_k, grad_v, place, query_ptr, grad_ptr, lse_ptr, delta_ptr, position_ptr, begin, middle, end, group, factor,
