@@ -1,4 +1,4 @@
-"""MSA as an engine and a trainer call it: `kv_insert`, `rotate_heads`, `index_topk`, `sparse_attention`, `dense_attention`.
+"""Attention as an engine and a trainer call it: `kv_insert`, `rotate_heads`, `index_topk`, `sparse_attention`, `dense_attention`.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
 elsewhere the torch reference of `kernels.msa`, request by request. A kernel's result depends on its own query and its own keys alone:
@@ -122,8 +122,12 @@ def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float
     Returns:
         [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.
     """
-    out = torch.zeros_like(q)
     groups = _groups(cache)
+    if _kernels_take(q, BLOCK) and q.shape[1] // groups <= HEADS_A_GROUP:
+        from . import triton_msa_dense_ops
+
+        return triton_msa_dense_ops.dense_attention(q, cache, batch, scale)
+    out = torch.zeros_like(q)
     for r, rows, q_pos in _requests(batch):
         k, v = _keys_values(cache, r, int(q_pos.max()) + 1, groups, q.shape[2])
         out[rows] = msa.attend(q[None, rows], k[None], v[None], q_pos[None].long(), scale)[0]

@@ -26,9 +26,9 @@ from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of
 from samebits.kernels.linear import FrozenWeight, LoRA, frozen_linear, lora_linear, select, split
 from samebits.kernels.mlp import moe_with_shared
 from samebits.kernels.moe import ExpertLoRA, route_topk, route_weights
-from samebits.kernels.msa import PaddedBucket, packed_attention, pad_packed
+from samebits.kernels.msa_ops import Norms, rotate_heads
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
-from samebits.kernels.rope import apply_rope, rope_table
+from samebits.kernels.rope import apply_rope
 from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 from samebits.quant.adapter import AdapterSpec
@@ -41,6 +41,7 @@ from .head import token_logprobs
 from .lora import LayerLoRA, LoRASettings
 from .m3_config import M3Dims
 from .mlp import MLP
+from .packed import Sequences, attend, kernels_attend, sequences
 
 _COMPUTE = {Format.FP32: torch.float32, Format.BF16: torch.bfloat16}
 
@@ -50,15 +51,6 @@ def compute_dtype(profile: NumericsProfile) -> torch.dtype:
     if profile.activations not in _COMPUTE:
         raise ValueError(f"numerics profile {profile.name!r} trains with {profile.activations} activations, which is not supported")
     return _COMPUTE[Format(profile.activations)]
-
-
-class Sequences(NamedTuple):
-    """What every layer needs to know about the packed batch."""
-
-    longest: int
-    buckets: list[PaddedBucket]
-    cos: Tensor  # fp32 [T, rotary_dim / 2]
-    sin: Tensor
 
 
 class LayerOutput(NamedTuple):
@@ -99,33 +91,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seqs: Sequences, lora: LayerLoRA | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [T, H] to ([T, H], chosen blocks or None)."""
-        q = self._rotated("q", self._heads("q", x, lora, Role.ATTN_Q), seqs)
-        k = self._cached(self._rotated("k", self._heads("k", x, lora, Role.ATTN_K), seqs))
-        v = self._cached(self._heads("v", x, lora, Role.ATTN_V))
+        q, k, v = (self._heads(n, x, lora, role) for n, role in (("q", Role.ATTN_Q), ("k", Role.ATTN_K), ("v", Role.ATTN_V)))
         index_q = index_k = None
-        tap(f"{self.prefix}q", q)
-        tap(f"{self.prefix}k", k)
-        tap(f"{self.prefix}v", v)
         to_choose = seqs.longest > self.dims.sparse.block * self.dims.sparse.topk
         if self.sparse and (to_choose or recording(f"{self.prefix}index_q")):
-            # The choice passes no gradient.
-            with torch.no_grad():
-                index_q = self._rotated("index_q", self._heads("index_q", x), seqs)
-                index_k = self._cached(self._rotated("index_k", self._heads("index_k", x), seqs))
-                tap(f"{self.prefix}index_q", index_q)
-                tap(f"{self.prefix}index_k", index_k)
-                index_k = index_k[:, 0]
-        out, chosen = packed_attention(
-            q,
-            k,
-            v,
-            seqs.buckets,
-            self.dims.shape.head_dim**-0.5,
-            index_q,
-            index_k,
-            self.dims.sparse if self.sparse else None,
-            blocks.int() if blocks is not None else None,
-        )
+            with torch.no_grad():  # The choice passes no gradient.
+                index_q, index_k = self._heads("index_q", x), self._heads("index_k", x)
+        q, k, v, index_q, index_k = self._rotated(q, k, v, index_q, index_k, seqs)
+        for name, value in (("q", q), ("k", k), ("v", v), ("index_q", index_q), ("index_k", index_k)):
+            if value is not None:
+                tap(f"{self.prefix}{name}", value)
+        index_k = index_k[:, 0] if index_k is not None else None
+        scale, config = self.dims.shape.head_dim**-0.5, self.dims.sparse if self.sparse else None
+        out, chosen = attend(q, k, v, seqs, scale, index_q, index_k, config, blocks)
         if chosen is not None:
             tap(f"{self.prefix}blocks", chosen)
         tap(f"{self.prefix}attention", out.flatten(1))
@@ -136,8 +114,23 @@ class Attention(nn.Module):
     def _heads(self, name: str, x: Tensor, lora: LayerLoRA | None = None, role: Role | None = None) -> Tensor:
         return lora_linear(x, self.proj[name].value(), _pair(lora, role)).unflatten(-1, (-1, self.dims.shape.head_dim))
 
-    def _rotated(self, name: str, x: Tensor, seqs: Sequences) -> Tensor:
-        return apply_rope(gemma_rms_norm(x, self.norm[name].value(), self.dims.eps), seqs.cos, seqs.sin)
+    def _rotated(self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor | None, index_k: Tensor | None, seqs: Sequences):
+        """Heads [T, heads, D] normed and rotated, K, V and the index key as the cache holds them."""
+        if seqs.batch is not None:
+            norms = Norms(*(self.norm[n].value() if n in self.norm else None for n in Norms._fields[:4]), self.dims.eps)
+            one = index_k[:, 0] if index_k is not None else None
+            form = "nvfp4" if self.quantized_kv else "bf16"
+            q, k, v, index_q, one = rotate_heads(q, k, v, index_q, one, norms, seqs.table, seqs.position, form)
+            return q, k, v, index_q, one[:, None] if one is not None else None
+
+        def turned(name: str, x: Tensor) -> Tensor:
+            return apply_rope(gemma_rms_norm(x, self.norm[name].value(), self.dims.eps), seqs.cos, seqs.sin)
+
+        q, k, v = turned("q", q), self._cached(turned("k", k)), self._cached(v)
+        if index_q is not None:
+            with torch.no_grad():
+                index_q, index_k = turned("index_q", index_q), self._cached(turned("index_k", index_k))
+        return q, k, v, index_q, index_k
 
     def _cached(self, x: Tensor) -> Tensor:
         return kv.round_trip(x) if self.quantized_kv else x
@@ -329,7 +322,7 @@ class M3ForTraining(nn.Module):
             raise ValueError(f"sequence lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
         if routes is not None and routes.shape != (len(tokens), dims.shape.layers, dims.top_k):
             raise ValueError(f"routes have shape {tuple(routes.shape)}, not {(len(tokens), dims.shape.layers, dims.top_k)}")
-        seqs = self._sequences(lengths, tokens.device)
+        seqs = sequences(lengths, dims, kernels_attend(dims, self.compute_dtype, tokens.device), tokens.device)
         x, residual = F.embedding(tokens, self.embed.value()).to(self.compute_dtype), None
         tap("model.embed_tokens", x)
         choices: list[LayerOutput] = []
@@ -397,12 +390,6 @@ class M3ForTraining(nn.Module):
         for layer in self.layers:
             if layer.lora is not None:
                 yield from layer.lora.export()
-
-    def _sequences(self, lengths: list[int], device: torch.device) -> Sequences:
-        length = torch.tensor(lengths, device=device)
-        position = torch.arange(int(sum(lengths)), device=device) - (length.cumsum(0) - length).repeat_interleave(length)
-        cos, sin = rope_table(max(lengths), self.dims.rotary_dim, self.dims.rope_theta, device)
-        return Sequences(max(lengths), pad_packed(lengths, device, waste=1.15), cos[position], sin[position])
 
     def _layered(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> Tensor:
         device = next(c.device for c in choices if c is not None)
