@@ -111,10 +111,9 @@ class _Work:
         parts: int | None,
     ) -> None:
         held = peers.end - peers.first
-        if len(w13.codes) != held or x.dtype is not torch.bfloat16 or x.shape[1] != peers.rows.local.shape[1]:
-            raise ValueError(
-                f"needs bf16 tokens of width {peers.rows.local.shape[1]} and {held} experts, got {x.dtype} {tuple(x.shape)} and {len(w13.codes)}"
-            )
+        width = peers.rows.local.shape[1]
+        if len(w13.codes) != held or x.dtype is not torch.bfloat16 or x.shape[1] != width:
+            raise ValueError(f"needs bf16 tokens of width {width} and {held} experts, got {x.dtype} {tuple(x.shape)} and {len(w13.codes)}")
         if len(x) > peers.room:
             raise ValueError(f"{len(x)} tokens where there is room for {peers.room}")
         self.peers, self.x, self.w13, self.w2 = peers, x.contiguous(), w13, w2

@@ -1,8 +1,8 @@
 """The indexer with its keys spread over ranks: each scores its share of every request's pages, and all choose the same blocks.
 
 Page b of a request belongs to rank b % world, wherever the request stands: shares differ by one page at most at any length, and a
-growing request fills the ranks in turn, which contiguous ranges would not. Index keys have one head and are else repeated on every rank of a
-tensor-parallel engine, which then scores all of them on each; spread, each rank reads 1 / world of the bytes and keeps as little.
+growing request fills the ranks in turn, which contiguous ranges would not. Index keys have one head, so that a tensor-parallel engine
+else repeats them on every rank and scores all of them there; spread, each rank reads 1 / world of the bytes, and keeps no more.
 
 A rank scores its pages for all index heads (its pages in their order are a context of their own, so `triton_msa.index_scores` does
 that), takes its best 16 with their exact scores, and sends them to all: 128 bytes a query and head. The merge is exact, ties included:

@@ -42,3 +42,7 @@ class PeerMemory:
     def barrier(self, channel: int) -> None:
         """See `Shared`."""
         self._handle.barrier(channel=channel)
+
+    def of(self, rank: int) -> Tensor:
+        """Another rank's tensor."""
+        return self._handle.get_buffer(rank, self.local.shape, self.local.dtype)

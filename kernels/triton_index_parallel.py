@@ -38,7 +38,7 @@ def _best(order, free, TOPK: tl.constexpr, FORCED: tl.constexpr, SIZE: tl.conste
     """
     groups = tl.max(tl.reshape(order, [TOPK, SIZE // TOPK]), axis=1)
     low = tl.min(groups, axis=0)
-    if FORCED < TOPK:
+    if FORCED < TOPK:  # noqa: SIM108
         high = tl.maximum(tl.max(free, axis=0), low) + 1
     else:
         high = tl.max(groups, axis=0) + 1

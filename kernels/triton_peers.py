@@ -18,9 +18,9 @@ PROGRAMS, WARPS = 24, 16  # of a copy
 
 
 @triton.jit
-def _peer(addresses_ptr, rank):
-    """A rank's memory, in words of 8 bytes."""
-    return tl.multiple_of(tl.load(addresses_ptr + rank), 16).to(tl.pointer_type(tl.int64))
+def _peer(addresses_ptr, rank, at):
+    """Addresses of words of 8 bytes in a rank's memory; rows begin at multiples of 16 bytes, which Triton cannot see."""
+    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64)) + at, 16)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -110,7 +110,7 @@ def _pull_kernel(
             earlier += ((e < experts) & (e * K + choice < mine)).to(tl.int32)
         if (source != rank) & (earlier == 0):
             at = row.to(tl.int64) * WORDS + word
-            tl.store(rows_ptr + at, tl.load(_peer(addresses_ptr, source) + at, mask=word < WORDS), mask=word < WORDS)
+            tl.store(rows_ptr + at, tl.load(_peer(addresses_ptr, source, at), mask=word < WORDS), mask=word < WORDS)
 
 
 @triton.jit(do_not_specialize=["room"], do_not_specialize_on_alignment=["size_ptr"])
@@ -122,7 +122,7 @@ def _push_kernel(addresses_ptr, y_ptr, order_ptr, size_ptr, room, WORDS, K: tl.c
         source = pair // K // room
         at = (pair - source * room * K).to(tl.int64) * WORDS + word
         y = tl.load(y_ptr + tl.cast(place, tl.int64) * WORDS + word, mask=word < WORDS)
-        tl.store(_peer(addresses_ptr, source) + at, y, mask=word < WORDS)
+        tl.store(_peer(addresses_ptr, source, at), y, mask=word < WORDS)
 
 
 def publish(x: Tensor, ids: Tensor, slots: Tensor | None, rows: Tensor, routes: Tensor) -> None:

@@ -50,7 +50,8 @@ def inboxes(world: int, room: int, topk: int) -> list[SimpleNamespace]:
     """One for each rank, full of what the tags of other calls may have left."""
     memory = shared([torch.full((2, world, room, topk), 501 << 54) for _ in range(world)])
     return [
-        SimpleNamespace(shared=m, words=m.local, room=room, addresses=m.addresses, calls=torch.zeros(room, dtype=torch.int32)) for m in memory
+        SimpleNamespace(shared=m, words=m.local, room=room, addresses=m.addresses, calls=torch.zeros(room, dtype=torch.int32))
+        for m in memory
     ]
 
 

@@ -1,4 +1,4 @@
-"""Processes of one gloo group, without anything of the trainer."""
+"""Processes of one group, without anything of the trainer: gloo on CPU, or NCCL with a GPU each."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def on_ranks(world: int, call: Callable[[int, int], object], folder: Path) -> list:
+def on_ranks(world: int, call: Callable[[int, int], object], folder: Path, backend: str = "gloo") -> list:
     """What `call(rank, world)`, a function of a module, returns on each rank; raises what a rank raises."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_worker, (world, port, call, str(folder)), nprocs=world)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    mp.spawn(_worker, (world, port, call, str(folder), backend), nprocs=world)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
 
 
-def _worker(rank: int, world: int, port: int, call: Callable[[int, int], object], folder: str) -> None:
+def _worker(rank: int, world: int, port: int, call: Callable[[int, int], object], folder: str, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.save(call(rank, world), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
