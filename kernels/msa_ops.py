@@ -26,6 +26,8 @@ from samebits.quant import kv
 from samebits.quant.blocks import fast_path
 
 from . import msa
+from .linear import LoRA, lora_linear
+from .linear_tiles import MXFP8Tiles
 from .msa import SparseConfig
 from .norm import gemma_rms_norm
 from .rope import apply_rope
@@ -167,6 +169,57 @@ def kv_insert(
     else:
         _put(index_cache[:, None], index_k, at)
     return turned(q, norms.q), turned(index_q, norms.index_q)
+
+
+class HeadLoRA(NamedTuple):
+    """Adapters of the three projections that have one."""
+
+    q: LoRA | None
+    k: LoRA | None
+    v: LoRA | None
+
+
+def project_insert(
+    x: Tensor,
+    weight: MXFP8Tiles,
+    loras: HeadLoRA | None,
+    adapter_ids: Tensor | None,
+    norms: Norms,
+    table: tuple[Tensor, Tensor],
+    position: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    index_cache: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`lora_linear` of all heads and `kv_insert`, in one launch on CUDA in bf16, with the bits of the two.
+
+    Args:
+        x: [T, K]. weight: rows of queries, K, V, index queries and index key one after the other, of D = 128; without `index_cache` those
+            of queries, K and V. loras: of q, k and v, of one rank. adapter_ids: as in `lora_linear`.
+        norms, table, position, slots, cache, index_cache: as in `kv_insert`.
+    Returns:
+        (q [T, H, D], index_q [T, G, D] or None), normed and rotated.
+    Raises `ValueError` when the weight's rows are not those of whole heads.
+    """
+    groups = cache.shape[1] // 2 if cache.dtype == torch.uint8 else cache.shape[1]
+    count, rest = divmod(weight.codes.shape[1], DIM)
+    heads = count - (3 * groups + 1 if index_cache is not None else 2 * groups)
+    if rest or heads <= 0:
+        raise ValueError(f"a projection of {weight.codes.shape[1]} rows does not fit {groups} KV heads of {DIM}")
+    rest = (norms, table, position, slots, cache, index_cache)
+    if _kernels_take(x.unflatten(-1, (-1, DIM)) if x.shape[-1] % DIM == 0 else x, BLOCK) and x.dtype is torch.bfloat16:
+        from . import triton_msa_project
+
+        return triton_msa_project.project_insert(x, weight, loras, adapter_ids, *rest, (heads, groups))
+    sizes = [heads, groups, groups] + ([groups, 1] if index_cache is not None else [])
+    parts, first = [], 0
+    for n, lora in itertools.zip_longest(sizes, loras or ()):
+        rows = slice(first * DIM, (first + n) * DIM)
+        part = MXFP8Tiles(weight.codes[:, rows].contiguous(), weight.scales[:, rows].contiguous(), weight.inputs)
+        parts.append(lora_linear(x, part, lora, adapter_ids if lora else None).unflatten(-1, (n, DIM)))
+        first += n
+    q, k, v, index_q, index_k = (*parts, None, None)[:5]
+    return kv_insert(q, k, v, index_q, None if index_k is None else index_k[:, 0], *rest)
 
 
 def rotate_heads(
