@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ def kv_insert(
     Returns:
         (q [T, H, D], index_q [T, G, D] or None) in bf16, normed and rotated.
     """
-    if _kernels_take(q, BLOCK):
+    if _rows_take(q, table) and q.shape[-1] == DIM:
         from . import triton_msa
 
         return triton_msa.kv_insert(q, k, v, index_q, index_k, norms, table, position, slots, cache, index_cache)
@@ -207,19 +207,26 @@ def project_insert(
     if rest or heads <= 0:
         raise ValueError(f"a projection of {weight.codes.shape[1]} rows does not fit {groups} KV heads of {DIM}")
     rest = (norms, table, position, slots, cache, index_cache)
-    if _kernels_take(x.unflatten(-1, (-1, DIM)) if x.shape[-1] % DIM == 0 else x, BLOCK) and x.dtype is torch.bfloat16:
+    if _rows_take(x, table):
         from . import triton_msa_project
 
         return triton_msa_project.project_insert(x, weight, loras, adapter_ids, *rest, (heads, groups))
-    sizes = [heads, groups, groups] + ([groups, 1] if index_cache is not None else [])
+    return _project_apart(x, weight, loras, adapter_ids, *rest, (heads, groups))
+
+
+def _project_apart(
+    x: Tensor, weight: MXFP8Tiles, loras: HeadLoRA | None, adapter_ids: Tensor | None, norms: Norms, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The parts of `project_insert` one after the other; `rest` ends with (query heads, groups)."""
+    *rest, (heads, groups) = rest
     parts, first = [], 0
-    for n, lora in itertools.zip_longest(sizes, loras or ()):
+    for n, lora in itertools.zip_longest([heads, groups, groups] + ([groups, 1] if rest[-1] is not None else []), loras or ()):
         rows = slice(first * DIM, (first + n) * DIM)
         part = MXFP8Tiles(weight.codes[:, rows].contiguous(), weight.scales[:, rows].contiguous(), weight.inputs)
         parts.append(lora_linear(x, part, lora, adapter_ids if lora else None).unflatten(-1, (n, DIM)))
         first += n
     q, k, v, index_q, index_k = (*parts, None, None)[:5]
-    return kv_insert(q, k, v, index_q, None if index_k is None else index_k[:, 0], *rest)
+    return kv_insert(q, k, v, index_q, None if index_k is None else index_k[:, 0], norms, *rest)
 
 
 def rotate_heads(
@@ -248,6 +255,10 @@ def rotate_heads(
     """
     if form not in (None, *FORMS):
         raise ValueError(f"cache form must be one of {', '.join(FORMS)} or None, got {form!r}")
+    if _rows_take(q, table) and q.shape[-1] == DIM:
+        from . import triton_msa_rotate
+
+        return triton_msa_rotate.rotate_heads(q, k, v, index_q, index_k, norms, table, position, form)
     turned = _turning(norms.eps, table, position)
     cached = {"nvfp4": kv.round_trip, "fp8": _Fp8.apply}.get(form, lambda x: x)
     q, k, v = turned(q, norms.q), cached(turned(k, norms.k)), cached(v)
@@ -285,6 +296,16 @@ def _put(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 def _kernels_take(q: Tensor, block: int) -> bool:
     return fast_path(q) and q.shape[-1] == DIM and block == BLOCK and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def _rows_take(x: Tensor, table: tuple[Tensor, Tensor]) -> bool:
+    """Whether kernels take rows of heads: in bf16, with 64 or all 128 elements of a head rotated."""
+    return (
+        fast_path(x)
+        and x.dtype is torch.bfloat16
+        and 2 * table[0].shape[1] in (64, 128)
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )
 
 
 def _requests(batch: Batch) -> list[tuple[int, slice, Tensor]]:

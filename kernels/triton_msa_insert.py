@@ -11,9 +11,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .triton_heads import angles, cached, head_gradient, norm_weights, normed_rotated, quarters, store_page_rows, store_quarters
-from .triton_msa_tiles import PAGE
+from .triton_heads import (
+    angles,
+    cached,
+    head_gradient,
+    inverse_rms,
+    norm_weights,
+    normed_rotated,
+    quarters,
+    store_page_rows,
+    store_quarters,
+)
+from .triton_msa_tiles import INTERPRETED, PAGE
 
 
 @triton.jit
@@ -32,7 +43,7 @@ def _normed_rows(
     mask = token < tokens
     a, b, c, d = quarters(x_ptr + (token.to(tl.int64) * stride + head * 128), mask)
     turn = angles(cos_ptr, sin_ptr, _positions(position_ptr, token, mask), ROTARY)
-    a, b, c, d = normed_rotated(a, b, c, d, norm_weights(norm_ptr + row * 0), turn, eps, ROTARY)
+    a, b, c, d = normed_rotated(a, b, c, d, inverse_rms(a, b, c, d, eps), norm_weights(norm_ptr + row * 0), turn, ROTARY)
     return a, b, c, d, token, head, mask
 
 
@@ -60,7 +71,7 @@ def _query_rows(
             a, b, c, d = e, f, g, h
             if tile + 1 < TILES:  # asked for before a store, behind which the compiler would not ask
                 e, f, g, h = quarters(x_ptr + (row + R) * 128, mask)
-            a, b, c, d = normed_rotated(a, b, c, d, weight, turn, eps, ROTARY)
+            a, b, c, d = normed_rotated(a, b, c, d, inverse_rms(a, b, c, d, eps), weight, turn, ROTARY)
             store_quarters(out_ptr + row * 128, mask, a, b, c, d)
             row += R
 
@@ -125,6 +136,8 @@ def insert_kernel(
     TILES: tl.constexpr,
 ):
     """Rows of one kind a program, see the module."""
+    if not INTERPRETED:
+        gdc_wait()  # launched while the kernel before it ends
     program = tl.program_id(0)
     of_index, of_groups = tl.cdiv(tokens, R) * INDEXED, tl.cdiv(tokens * G, R)
     if program < of_index:

@@ -25,6 +25,7 @@ from .triton_heads import angles, norm_weights, normed_rotated, store_page_rows,
 from .triton_moe import SHRINK_PART, _shrink
 from .triton_msa import FORMATS, _layout, _plain
 from .triton_msa_tiles import PAGE
+from .triton_rows import inverse_root, tree_sum
 from .triton_tiles import MXFP8_UNIT, bf16, dot, on, settled, weight_tile
 
 TOGETHER = 8
@@ -152,13 +153,13 @@ def project_kernel(
         # Which projection the head is of: q, k, v, index q, index k.
         kind = (head >= H).to(tl.int32) + (head >= H + G) + (head >= H + 2 * G) + (head >= H + 3 * G)
         local = head - tl.where(kind == 0, 0, H + (kind - 1) * G)
-        if LORA:
+        if LORA:  # noqa: SIM102
             if _one_of(kind, HAS_Q, HAS_K, HAS_V) & (kind < 3):
                 b_ptr, height = _one_of(kind, bq_ptr, bk_ptr, bv_ptr), _one_of(kind, H * 128, G * 128, G * 128)
-                rows = kind.to(tl.int64) * pairs * RP
+                at = kind.to(tl.int64) * pairs * RP
                 acc = _add_lora(
                     acc,
-                    u_ptr + rows,
+                    u_ptr + at,
                     flags_ptr + kind * most,
                     slots_ptr,
                     b_ptr,
@@ -173,11 +174,15 @@ def project_kernel(
                     RP,
                     BT,
                 )
-        a, b, c, d = _head_quarters(bf16(acc), BT)
+        y = bf16(acc)
+        a, b, c, d = _head_quarters(y, BT)
         if kind != 2:
+            # The sum is made where the product left its terms, as `inverse_rms` makes it.
+            rows = tl.trans(y.to(tl.float32))
+            inverse = inverse_root(tree_sum(rows * rows) * 0.0078125, eps)
             turn = angles(cos_ptr, sin_ptr, tl.maximum(tl.load(position_ptr + token, mask=inside, other=0), 0), ROTARY)
             norm_ptr = tl.where(kind == 4, index_k_norm_ptr, _one_of(kind, q_norm_ptr, k_norm_ptr, index_q_norm_ptr))
-            a, b, c, d = normed_rotated(a, b, c, d, norm_weights(norm_ptr + token * 0), turn, eps, ROTARY)
+            a, b, c, d = normed_rotated(a, b, c, d, inverse, norm_weights(norm_ptr + token * 0), turn, ROTARY)
         if (kind == 0) | (kind == 3):
             out_ptr = tl.where(kind == 0, q_out_ptr, index_q_out_ptr)
             at = token.to(tl.int64) * tl.where(kind == 0, H, G) + local
@@ -186,11 +191,15 @@ def project_kernel(
             slot = tl.load(slot_ptr + token, mask=inside, other=-1)
             page, place = slot // PAGE, (slot % PAGE).to(tl.int32)
             written = inside & (slot >= 0)
-            if kind == 4:
-                base = index_ptr + page * index_page_stride
-                store_page_rows(a, b, c, d, base, written, place, index_token_stride, False, BT, INDEX_FORMAT)
+            base = tl.where(kind == 1, keys_ptr, values_ptr) + (page * page_stride + local * head_stride)
+            index_base = index_ptr + page * index_page_stride
+            if INDEX_FORMAT == FORMAT:
+                base = tl.where(kind == 4, index_base, base)
+                stride = tl.where(kind == 4, index_token_stride, token_stride)
+                store_page_rows(a, b, c, d, base, written, place, stride, kind == 2, BT, FORMAT)
+            elif kind == 4:
+                store_page_rows(a, b, c, d, index_base, written, place, index_token_stride, False, BT, INDEX_FORMAT)
             else:
-                base = tl.where(kind == 1, keys_ptr, values_ptr) + local * head_stride + page * page_stride
                 store_page_rows(a, b, c, d, base, written, place, token_stride, kind == 2, BT, FORMAT)
 
 

@@ -13,9 +13,20 @@ from .triton_msa_insert import rotate_gradient_kernel, rotate_kernel
 from .triton_tiles import on
 
 FORMATS = {None: 0, "bf16": 0, "fp8": 1, "nvfp4": 2}
-# Rows and warps of a program, tiles of query heads of one where there are more than FEW tokens.
-ROWS, WARPS, TILES, FEW = 8, 1, 4, 16
 GRADIENT_ROWS, GRADIENT_WARPS = 16, 2
+
+
+class Cut(NamedTuple):
+    """How rows are cut into programs. Speed alone depends on it."""
+
+    rows: int
+    warps: int
+    tiles: int  # of query heads of one token
+
+
+def cut_of(tokens: int) -> Cut:
+    """By the number of tokens."""
+    return Cut(4, 1, 1) if tokens <= 64 else Cut(8, 1, 2)
 
 
 class HeadRows(NamedTuple):
@@ -46,17 +57,18 @@ class HeadRows(NamedTuple):
         given = (q, k, v, index_q, index_k) if indexed else (q, k, v, k, k)
         rows = [plain_rows(x) for x in given]
         weights = norms[:4] if indexed else (norms.q, norms.k, norms.k, norms.k)
-        tiles = TILES if tokens > FEW and heads % (TILES * ROWS) == 0 else 1
+        cut = cut_of(tokens)
+        tiles = cut.tiles if heads % (cut.tiles * cut.rows) == 0 else 1
         counts = [tokens * groups] * (3 if indexed else 2) + ([tokens] if indexed else [])
-        programs = sum(triton.cdiv(n, ROWS) for n in counts) + triton.cdiv(tokens * heads, ROWS * tiles)
+        programs = sum(triton.cdiv(n, cut.rows) for n in counts) + triton.cdiv(tokens * heads, cut.rows * tiles)
         shape = {
             "H": heads,
             "G": groups,
             "INDEXED": indexed,
             "ROTARY": table[0].shape[1],
-            "R": ROWS,
+            "R": cut.rows,
             "TILES": tiles,
-            "num_warps": WARPS,
+            "num_warps": cut.warps,
             "enable_fp_fusion": False,
         }
         return cls(rows, [x.stride(0) for x in rows], list(weights), [t.contiguous() for t in table], programs, shape)
