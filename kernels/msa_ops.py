@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from samebits.quant import kv
 from samebits.quant.blocks import fast_path
 
 from . import msa
+from .linear import LoRA, lora_linear
+from .linear_tiles import MXFP8Tiles
 from .msa import SparseConfig
 from .norm import gemma_rms_norm
 from .rope import apply_rope
@@ -168,7 +170,7 @@ def kv_insert(
     Returns:
         (q [T, H, D], index_q [T, G, D] or None) in bf16, normed and rotated.
     """
-    if _kernels_take(q, BLOCK):
+    if _rows_take(q, table) and q.shape[-1] == DIM:
         from . import triton_msa
 
         return triton_msa.kv_insert(q, k, v, index_q, index_k, norms, table, position, slots, cache, index_cache)
@@ -187,6 +189,64 @@ def kv_insert(
     else:
         _put(index_cache[:, None], index_k, at)
     return turned(q, norms.q), turned(index_q, norms.index_q)
+
+
+class HeadLoRA(NamedTuple):
+    """Adapters of the three projections that have one."""
+
+    q: LoRA | None
+    k: LoRA | None
+    v: LoRA | None
+
+
+def project_insert(
+    x: Tensor,
+    weight: MXFP8Tiles,
+    loras: HeadLoRA | None,
+    adapter_ids: Tensor | None,
+    norms: Norms,
+    table: tuple[Tensor, Tensor],
+    position: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    index_cache: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`lora_linear` of all heads and `kv_insert`, in one launch on CUDA in bf16, with the bits of the two.
+
+    Args:
+        x: [T, K]. weight: rows of queries, K, V, index queries and index key one after the other, of D = 128; without `index_cache` those
+            of queries, K and V. loras: of q, k and v, of one rank. adapter_ids: as in `lora_linear`.
+        norms, table, position, slots, cache, index_cache: as in `kv_insert`.
+    Returns:
+        (q [T, H, D], index_q [T, G, D] or None), normed and rotated.
+    Raises `ValueError` when the weight's rows are not those of whole heads.
+    """
+    groups = cache.shape[1] // 2 if cache.dtype == torch.uint8 else cache.shape[1]
+    count, rest = divmod(weight.codes.shape[1], DIM)
+    heads = count - (3 * groups + 1 if index_cache is not None else 2 * groups)
+    if rest or heads <= 0:
+        raise ValueError(f"a projection of {weight.codes.shape[1]} rows does not fit {groups} KV heads of {DIM}")
+    rest = (norms, table, position, slots, cache, index_cache)
+    if _rows_take(x, table):
+        from . import triton_msa_project
+
+        return triton_msa_project.project_insert(x, weight, loras, adapter_ids, *rest, (heads, groups))
+    return _project_apart(x, weight, loras, adapter_ids, *rest, (heads, groups))
+
+
+def _project_apart(
+    x: Tensor, weight: MXFP8Tiles, loras: HeadLoRA | None, adapter_ids: Tensor | None, norms: Norms, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The parts of `project_insert` one after the other; `rest` ends with (query heads, groups)."""
+    *rest, (heads, groups) = rest
+    parts, first = [], 0
+    for n, lora in itertools.zip_longest([heads, groups, groups] + ([groups, 1] if rest[-1] is not None else []), loras or ()):
+        rows = slice(first * DIM, (first + n) * DIM)
+        part = MXFP8Tiles(weight.codes[:, rows].contiguous(), weight.scales[:, rows].contiguous(), weight.inputs)
+        parts.append(lora_linear(x, part, lora, adapter_ids if lora else None).unflatten(-1, (n, DIM)))
+        first += n
+    q, k, v, index_q, index_k = (*parts, None, None)[:5]
+    return kv_insert(q, k, v, index_q, None if index_k is None else index_k[:, 0], norms, *rest)
 
 
 def rotate_heads(
@@ -215,6 +275,10 @@ def rotate_heads(
     """
     if form not in (None, *FORMS):
         raise ValueError(f"cache form must be one of {', '.join(FORMS)} or None, got {form!r}")
+    if _rows_take(q, table) and q.shape[-1] == DIM:
+        from . import triton_msa_rotate
+
+        return triton_msa_rotate.rotate_heads(q, k, v, index_q, index_k, norms, table, position, form)
     turned = _turning(norms.eps, table, position)
     cached = {"nvfp4": kv.round_trip, "fp8": _Fp8.apply}.get(form, lambda x: x)
     q, k, v = turned(q, norms.q), cached(turned(k, norms.k)), cached(v)
@@ -252,6 +316,16 @@ def _put(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 def _kernels_take(q: Tensor, block: int) -> bool:
     return fast_path(q) and q.shape[-1] == DIM and block == BLOCK and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def _rows_take(x: Tensor, table: tuple[Tensor, Tensor]) -> bool:
+    """Whether kernels take rows of heads: in bf16, with 64 or all 128 elements of a head rotated."""
+    return (
+        fast_path(x)
+        and x.dtype is torch.bfloat16
+        and 2 * table[0].shape[1] in (64, 128)
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )
 
 
 def _requests(batch: Batch) -> list[tuple[int, slice, Tensor]]:

@@ -14,6 +14,7 @@ from .triton_msa_attend import ROWS, attend_kernel, merge_kernel
 from .triton_msa_backward import PackedAttention
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
+from .triton_msa_rotate import HeadRows
 
 FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
 SLOT = 9216
@@ -151,51 +152,45 @@ def kv_insert(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    index_q: Tensor,
-    index_k: Tensor,
+    index_q: Tensor | None,
+    index_k: Tensor | None,
     norms: Norms,
     table: tuple[Tensor, Tensor],
     position: Tensor,
     slots: Tensor,
     cache: Tensor,
-    index_cache: Tensor,
-) -> tuple[Tensor, Tensor]:
+    index_cache: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     """`msa_ops.kv_insert` on CUDA."""
-    tokens, heads, _ = q.shape
-    groups = k.shape[1]
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    index_q_out = torch.empty(index_q.shape, dtype=q.dtype, device=q.device)
-    if not tokens:
+    rows = HeadRows.of(q, k, v, index_q, index_k, norms, table, position)
+    q_out, index_q_out = rows.like(q), rows.like(index_q)
+    if not len(q):
         return q_out, index_q_out
-    rows = [x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(-2) == DIM) else x.contiguous() for x in (q, k, v, index_q, index_k)]
     keys, values, strides, _, form = _layout(Pages(cache, slots))
-    index_form = FORMATS[index_cache.dtype]
-    cos, sin = table
+    index = cache if index_cache is None else index_cache
+    index_form = FORMATS[index.dtype]
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        insert_kernel[(heads // groups + 4, tokens)](
-            *rows,
+        insert_kernel[(rows.programs,)](
+            *rows.heads,
             q_out,
-            index_q_out,
-            *norms[:4],
-            cos.contiguous(),
-            sin.contiguous(),
+            q_out if index_q_out is None else index_q_out,
+            *rows.norms,
+            *rows.table,
             position,
             slots,
             keys,
             values,
-            _plain(index_cache),
-            *(x.stride(0) for x in rows),
+            _plain(index),
+            *rows.strides,
             *strides,
-            index_cache.stride(0),
-            index_cache.stride(1) if index_form != 2 else 0,
+            index.stride(0),
+            index.stride(1) if index_form != 2 else 0,
             norms.eps,
-            H=heads,
-            G=groups,
-            ROTARY=cos.shape[1],
-            FORMAT=form,
+            len(q),
             INDEX_FORMAT=index_form,
-            num_warps=1,
-            enable_fp_fusion=False,
+            FORMAT=form,
+            launch_pdl=EARLY and q.is_cuda,
+            **rows.shape,
         )
     return q_out, index_q_out
 
@@ -287,8 +282,7 @@ def _layout(cache: Pages | Packed) -> tuple[Tensor, Tensor, tuple[int, int, int]
     data = cache.data
     form = FORMATS[data.dtype]
     if form == 2:
-        flat = data.view(-1)
-        return flat, flat[SLOT:], (data.stride(0), 0, 2 * SLOT), cache.table, form
+        return data, data[:, 1:], (data.stride(0), 0, 2 * SLOT), cache.table, form
     plain = _plain(data)
     return plain, plain[..., DIM:], (data.stride(0), data.stride(2), data.stride(1)), cache.table, form
 

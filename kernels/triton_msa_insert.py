@@ -1,103 +1,105 @@
 """What happens between the QKV projection and attention, in one kernel: per-head Gemma norm, partial RoPE, and K, V and index key into
-their pages, as NVFP4, E4M3 or bf16. A program is as many rows of one token as there are KV groups (or its index key), all of one kind;
-queries come out in bf16.
+their pages, as NVFP4, E4M3 or bf16. The same without pages for training, and its gradient.
 
-The steps round where `kernels.norm` and `kernels.rope` do (norm to bf16, rotation in fp32 and to bf16), products and sums are not
-contracted, square root and quotients are correctly rounded, and NVFP4 bytes are those of `quant.kv`. The one thing torch may do in another
-order is the sum of 128 squares. Non-finite rows are not looked for: an engine has no use for an exception in the middle of a step.
+`triton_heads` has what is done to a row; here is which rows there are. A program takes rows of one kind, counted over all tokens: index
+keys, K, V, index queries, queries, in this order of programs, since those that quantize take longest. Query heads of one token share
+the norm's weights and the token's angles, TILES times R of them. Non-finite rows are not looked for: an engine has no use for an
+exception in the middle of a step.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from samebits.quant.triton_quant import _codes, _e4m3_bits, _e4m3_value
-
-from .triton_msa_tiles import FP8, INTERPRETED, NVFP4, PAGE
-
-
-@triton.jit
-def _normed(x_ptr, rows, weight_ptr, inverse, dim):
-    """Norm outputs [R, 8, 8] in fp32, rounded to bf16."""
-    x = tl.load(x_ptr + rows[:, None, None] * 128 + dim[None]).to(tl.float32) * inverse[:, None, None]
-    return _bf16(x * (1.0 + tl.load(weight_ptr + dim).to(tl.float32))[None])
-
-
-@triton.jit
-def _bf16(x):
-    """fp32 rounded to bf16 and back, by integers: the interpreter's own cast is wrong."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return bits.to(tl.float32, bitcast=True)
+from .triton_heads import (
+    angles,
+    cached,
+    head_gradient,
+    inverse_rms,
+    norm_weights,
+    normed_rotated,
+    quarters,
+    store_page_rows,
+    store_quarters,
+)
+from .triton_msa_tiles import INTERPRETED, PAGE
 
 
 @triton.jit
-def _inverse(x_ptr, rows, eps):
-    """[R] 1 / sqrt(mean of squares + eps) of rows of 128 elements."""
-    x = tl.load(x_ptr + rows[:, None] * 128 + tl.arange(0, 128)[None, :]).to(tl.float32)
-    mean = tl.sum(x * x, axis=1) / 128.0
-    return tl.math.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))
+def _positions(position_ptr, token, mask):
+    """Rows of the rotation table; padding takes the first."""
+    return tl.maximum(tl.load(position_ptr + token, mask=mask, other=0), 0)
 
 
 @triton.jit
-def _half(x_ptr, rows, weight_ptr, cos_ptr, sin_ptr, inverse, parity: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr):
-    """Elements 16 g + 2 j + parity of rows as [R, 8 g, 8 j], fp32 values of bf16."""
-    dim = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 8)[None, :] * 2 + parity
-    if NORM:
-        x = _normed(x_ptr, rows, weight_ptr, inverse, dim)
-        turned = dim < 2 * ROTARY
-        partner = _normed(x_ptr, rows, weight_ptr, inverse, tl.where(turned, (dim + ROTARY) % (2 * ROTARY), dim))
-        cos = tl.load(cos_ptr + dim % ROTARY)[None]
-        sin = tl.load(sin_ptr + dim % ROTARY)[None]
-        rotated = tl.where((dim < ROTARY)[None], x * cos - partner * sin, x * cos + partner * sin)
-        return tl.where(turned[None], _bf16(rotated), x)
+def _normed_rows(
+    x_ptr, stride, norm_ptr, cos_ptr, sin_ptr, position_ptr, first, tokens, eps, H: tl.constexpr, ROTARY: tl.constexpr, R: tl.constexpr
+):
+    """Rows `first` to `first` + R - 1 of heads [T, H]: (quarters, normed and rotated; token, head, mask)."""
+    row = first + tl.arange(0, R)
+    token, head = row // H, row % H
+    mask = token < tokens
+    a, b, c, d = quarters(x_ptr + (token.to(tl.int64) * stride + head * 128), mask)
+    turn = angles(cos_ptr, sin_ptr, _positions(position_ptr, token, mask), ROTARY)
+    a, b, c, d = normed_rotated(a, b, c, d, inverse_rms(a, b, c, d, eps), norm_weights(norm_ptr + row * 0), turn, ROTARY)
+    return a, b, c, d, token, head, mask
+
+
+@triton.jit
+def _query_rows(
+    x_ptr, stride, norm_ptr, cos_ptr, sin_ptr, position_ptr, out_ptr, first, tokens, eps, H: tl.constexpr, ROTARY: tl.constexpr,
+    R: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """TILES times R query heads, normed and rotated; more than one tile lies in one token."""
+    if TILES == 1:
+        a, b, c, d, token, head, mask = _normed_rows(
+            x_ptr, stride, norm_ptr, cos_ptr, sin_ptr, position_ptr, first, tokens, eps, H, ROTARY, R
+        )
+        store_quarters(out_ptr + (token.to(tl.int64) * H + head) * 128, mask, a, b, c, d)
     else:
-        return tl.load(x_ptr + rows[:, None, None] * 128 + dim[None]).to(tl.float32)
+        row = first % H + tl.arange(0, R)
+        mask = tl.full([R], True, tl.int1)
+        token = first // H
+        turn = angles(cos_ptr, sin_ptr, _positions(position_ptr, row * 0 + token, mask), ROTARY)
+        weight = norm_weights(norm_ptr + row * 0)
+        x_ptr += token.to(tl.int64) * stride
+        out_ptr += token.to(tl.int64) * (H * 128)
+        e, f, g, h = quarters(x_ptr + row * 128, mask)
+        for tile in tl.static_range(TILES):
+            a, b, c, d = e, f, g, h
+            if tile + 1 < TILES:  # asked for before a store, behind which the compiler would not ask
+                e, f, g, h = quarters(x_ptr + (row + R) * 128, mask)
+            a, b, c, d = normed_rotated(a, b, c, d, inverse_rms(a, b, c, d, eps), weight, turn, ROTARY)
+            store_quarters(out_ptr + row * 128, mask, a, b, c, d)
+            row += R
 
 
 @triton.jit
-def _store(even, odd, base, place, token_stride, R: tl.constexpr, FORMAT: tl.constexpr, VALUE: tl.constexpr):
-    """Rows [R, 8, 8] twice into a page: `base` [R] are their planes (NVFP4), or the first rows; `place` is the key in the page."""
-    group, pair = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
-    base = base[:, None, None]
-    if FORMAT == NVFP4:
-        top = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=2)
-        ratio = tl.math.div_rn(top, tl.full([R, 8], 6.0, tl.float32))
-        ratio = tl.minimum(tl.maximum(ratio, 0.001953125), 448.0)
-        scale = _e4m3_bits(tl.where(top == 0, 1.0, ratio))[:, :, None]
-        divisor = _e4m3_value(scale)
-        r = tl.broadcast_to(tl.math.div_rn(tl.full([R, 8, 1], 1.0, tl.float32), divisor), [R, 8, 8])
-        divisor = tl.broadcast_to(divisor, [R, 8, 8])
-        STEPS: tl.constexpr = 0 if INTERPRETED else 1
-        low = _codes(even.to(tl.int32, bitcast=True), divisor, r, STEPS)
-        high = _codes(odd.to(tl.int32, bitcast=True), divisor, r, STEPS)
-        tl.store(base + (place * 64 + group * 8 + pair), (low | (high << 4)).to(tl.uint8))
-        at = place // 4 * 32 + group * 4 + place % 4 if VALUE else place * 8 + group
-        tl.store(base + (PAGE * 64 + at), scale.to(tl.uint8))
-    else:
-        at = place * token_stride + group * 16 + pair * 2
-        if FORMAT == FP8:
-            tl.store(base + at, _e4m3_byte(even))
-            tl.store(base + (at + 1), _e4m3_byte(odd))
-        else:
-            tl.store(base + at, even.to(base.dtype.element_ty))
-            tl.store(base + (at + 1), odd.to(base.dtype.element_ty))
+def _value_rows(x_ptr, stride, first, tokens, G: tl.constexpr, R: tl.constexpr):
+    """As `_normed_rows`, with nothing done to them."""
+    row = first + tl.arange(0, R)
+    token, group = row // G, row % G
+    mask = token < tokens
+    a, b, c, d = quarters(x_ptr + (token.to(tl.int64) * stride + group * 128), mask)
+    return a, b, c, d, token, group, mask
 
 
 @triton.jit
-def _e4m3_byte(x):
-    """E4M3 bits of fp32 values, nearest even, saturating."""
-    bits = _e4m3_bits(tl.minimum(tl.abs(x), 448.0))
-    return (bits | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+def _pages(slot_ptr, base_ptr, token, group, mask, page_stride, head_stride):
+    """(planes or first rows in the page, token in the page, whether it is written) of rows."""
+    slot = tl.load(slot_ptr + token, mask=mask, other=-1)
+    place = (slot % PAGE).to(tl.int32)
+    return base_ptr + (slot // PAGE * page_stride + group * head_stride), place, mask & (slot >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def insert_kernel(
     q_ptr,  # [T, H, 128] by token stride, as all inputs
     k_ptr,  # [T, G, 128]
     v_ptr,  # [T, G, 128]
-    index_q_ptr,  # [T, G, 128]
+    index_q_ptr,  # [T, G, 128]; not read without INDEXED, as all that is the indexer's
     index_k_ptr,  # [T, 128]
     q_out_ptr,  # [T, H, 128]
     index_q_out_ptr,  # [T, G, 128]
@@ -123,72 +125,177 @@ def insert_kernel(
     index_page_stride,
     index_token_stride,
     eps,
+    tokens,
     H: tl.constexpr,
     G: tl.constexpr,
+    INDEXED: tl.constexpr,
     ROTARY: tl.constexpr,
     FORMAT: tl.constexpr,
     INDEX_FORMAT: tl.constexpr,
-):
-    """Program (p, t): G rows of token t: G at a time of the H queries, then index queries, keys, values, the index key."""
-    token = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(0)
-    position = tl.maximum(tl.load(position_ptr + token), 0).to(tl.int64)
-    cos_ptr += position * ROTARY
-    sin_ptr += position * ROTARY
-    slot = tl.load(slot_ptr + token)
-    page, place = slot // PAGE, (slot % PAGE).to(tl.int32)
-    rows = tl.arange(0, G)
-    if part < H // G:
-        x = q_ptr + token * q_stride + part * (G * 128)
-        _write_queries(x, rows, q_norm_ptr, cos_ptr, sin_ptr, eps, q_out_ptr + (token * H + part * G) * 128, ROTARY)
-    elif part == H // G:
-        x = index_q_ptr + token * index_q_stride
-        _write_queries(x, rows, index_q_norm_ptr, cos_ptr, sin_ptr, eps, index_q_out_ptr + token * G * 128, ROTARY)
-    elif slot >= 0:
-        turn = (cos_ptr, sin_ptr, eps)
-        if part == H // G + 1:
-            base = keys_ptr + page * page_stride
-            x = k_ptr + token * k_stride
-            _write_rows(x, G, k_norm_ptr, turn, base, head_stride, place, token_stride, FORMAT, True, False, ROTARY)
-        elif part == H // G + 2:
-            base = values_ptr + page * page_stride
-            x = v_ptr + token * v_stride
-            _write_rows(x, G, k_norm_ptr, turn, base, head_stride, place, token_stride, FORMAT, False, True, ROTARY)
-        else:
-            plane = index_ptr + page * index_page_stride
-            x = index_k_ptr + token * index_k_stride
-            _write_rows(x, 1, index_k_norm_ptr, turn, plane, 0, place, index_token_stride, INDEX_FORMAT, True, False, ROTARY)
-
-
-@triton.jit
-def _write_rows(
-    x,
     R: tl.constexpr,
-    weight_ptr,
-    turn,
-    base,
-    head_stride,
-    place,
-    token_stride,
-    FORMAT: tl.constexpr,
-    NORM: tl.constexpr,
-    VALUE: tl.constexpr,
-    ROTARY: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """R rows into a page, normed and rotated where they are no values."""
-    cos_ptr, sin_ptr, eps = turn
-    rows = tl.arange(0, R)
-    inverse = _inverse(x, rows, eps) if NORM else rows
-    even = _half(x, rows, weight_ptr, cos_ptr, sin_ptr, inverse, 0, NORM, ROTARY)
-    odd = _half(x, rows, weight_ptr, cos_ptr, sin_ptr, inverse, 1, NORM, ROTARY)
-    _store(even, odd, base + rows * head_stride, place, token_stride, R, FORMAT, VALUE)
+    """Rows of one kind a program, see the module."""
+    if not INTERPRETED:
+        gdc_wait()  # launched while the kernel before it ends
+    program = tl.program_id(0)
+    of_index, of_groups = tl.cdiv(tokens, R) * INDEXED, tl.cdiv(tokens * G, R)
+    if program < of_index:
+        a, b, c, d, token, group, mask = _normed_rows(
+            index_k_ptr, index_k_stride, index_k_norm_ptr, cos_ptr, sin_ptr, position_ptr, program * R, tokens, eps, 1, ROTARY, R
+        )
+        base, place, mask = _pages(slot_ptr, index_ptr, token, group, mask, index_page_stride, 0)
+        store_page_rows(a, b, c, d, base, mask, place, index_token_stride, False, R, INDEX_FORMAT)
+    elif program < of_index + of_groups:
+        first = (program - of_index) * R
+        a, b, c, d, token, group, mask = _normed_rows(
+            k_ptr, k_stride, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, first, tokens, eps, G, ROTARY, R
+        )
+        base, place, mask = _pages(slot_ptr, keys_ptr, token, group, mask, page_stride, head_stride)
+        store_page_rows(a, b, c, d, base, mask, place, token_stride, False, R, FORMAT)
+    elif program < of_index + 2 * of_groups:
+        first = (program - of_index - of_groups) * R
+        a, b, c, d, token, group, mask = _value_rows(v_ptr, v_stride, first, tokens, G, R)
+        base, place, mask = _pages(slot_ptr, values_ptr, token, group, mask, page_stride, head_stride)
+        store_page_rows(a, b, c, d, base, mask, place, token_stride, True, R, FORMAT)
+    else:
+        program -= of_index + 2 * of_groups
+        _all_query_rows(
+            q_ptr, index_q_ptr, q_stride, index_q_stride, q_norm_ptr, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr,
+            index_q_out_ptr, program, of_groups * INDEXED, tokens, eps, H, G, ROTARY, R, TILES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _write_queries(x, rows, weight_ptr, cos_ptr, sin_ptr, eps, out, ROTARY: tl.constexpr):
-    inverse = _inverse(x, rows, eps)
-    at = rows[:, None, None] * 128 + (tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 8)[None, :] * 2)[None]
-    even = _half(x, rows, weight_ptr, cos_ptr, sin_ptr, inverse, 0, True, ROTARY)
-    odd = _half(x, rows, weight_ptr, cos_ptr, sin_ptr, inverse, 1, True, ROTARY)
-    both = tl.join(even, odd).to(out.dtype.element_ty)
-    tl.store(out + at[:, :, :, None] + tl.arange(0, 2)[None, None, None, :], both)
+def _all_query_rows(
+    q_ptr, index_q_ptr, q_stride, index_q_stride, q_norm_ptr, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr,
+    index_q_out_ptr, program, of_index, tokens, eps, H: tl.constexpr, G: tl.constexpr, ROTARY: tl.constexpr, R: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Index queries in the first `of_index` programs, then queries."""
+    if program < of_index:
+        _query_rows(
+            index_q_ptr, index_q_stride, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, index_q_out_ptr, program * R, tokens, eps, G,
+            ROTARY, R, 1,
+        )  # fmt: skip
+    else:
+        first = (program - of_index) * (R * TILES)
+        _query_rows(q_ptr, q_stride, q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr, first, tokens, eps, H, ROTARY, R, TILES)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rotate_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    index_q_ptr,
+    index_k_ptr,
+    q_out_ptr,  # [T, H, 128]
+    k_out_ptr,  # [T, G, 128]
+    v_out_ptr,  # [T, G, 128]
+    index_q_out_ptr,  # [T, G, 128]
+    index_k_out_ptr,  # [T, 128]
+    q_norm_ptr,
+    k_norm_ptr,
+    index_q_norm_ptr,
+    index_k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    index_q_stride,
+    index_k_stride,
+    eps,
+    tokens,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    INDEXED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    FORMAT: tl.constexpr,
+    R: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """As `insert_kernel`, with what pages of FORMAT would give back instead of pages."""
+    program = tl.program_id(0)
+    of_index, of_groups = tl.cdiv(tokens, R) * INDEXED, tl.cdiv(tokens * G, R)
+    if program < of_index:
+        a, b, c, d, token, group, mask = _normed_rows(
+            index_k_ptr, index_k_stride, index_k_norm_ptr, cos_ptr, sin_ptr, position_ptr, program * R, tokens, eps, 1, ROTARY, R
+        )
+        a, b, c, d = cached(a, b, c, d, R, FORMAT)
+        store_quarters(index_k_out_ptr + token.to(tl.int64) * 128, mask, a, b, c, d)
+    elif program < of_index + of_groups:
+        first = (program - of_index) * R
+        a, b, c, d, token, group, mask = _normed_rows(
+            k_ptr, k_stride, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, first, tokens, eps, G, ROTARY, R
+        )
+        a, b, c, d = cached(a, b, c, d, R, FORMAT)
+        store_quarters(k_out_ptr + (token.to(tl.int64) * G + group) * 128, mask, a, b, c, d)
+    elif program < of_index + 2 * of_groups:
+        first = (program - of_index - of_groups) * R
+        a, b, c, d, token, group, mask = _value_rows(v_ptr, v_stride, first, tokens, G, R)
+        a, b, c, d = cached(a, b, c, d, R, FORMAT)
+        store_quarters(v_out_ptr + (token.to(tl.int64) * G + group) * 128, mask, a, b, c, d)
+    else:
+        program -= of_index + 2 * of_groups
+        _all_query_rows(
+            q_ptr, index_q_ptr, q_stride, index_q_stride, q_norm_ptr, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr,
+            index_q_out_ptr, program, of_groups * INDEXED, tokens, eps, H, G, ROTARY, R, TILES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rotate_gradient_kernel(
+    q_ptr,
+    k_ptr,
+    q_grad_ptr,  # [T, H, 128] by token stride, as q and k
+    k_grad_ptr,  # [T, G, 128]
+    q_out_ptr,  # [T, H, 128]
+    k_out_ptr,  # [T, G, 128]
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    q_stride,
+    k_stride,
+    q_grad_stride,
+    k_grad_stride,
+    eps,
+    tokens,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    ROTARY: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Gradient of q and k before norm and rotation; K's programs come first."""
+    program, programs = tl.program_id(0), tl.cdiv(tokens * G, R)
+    if program >= programs:
+        first = (program - programs) * R
+        _gradient_rows(
+            q_ptr, q_stride, q_grad_ptr, q_grad_stride, q_out_ptr, q_norm_ptr, cos_ptr, sin_ptr, position_ptr, first, tokens, eps, H,
+            ROTARY, R,
+        )  # fmt: skip
+    else:
+        _gradient_rows(
+            k_ptr, k_stride, k_grad_ptr, k_grad_stride, k_out_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, program * R, tokens, eps,
+            G, ROTARY, R,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gradient_rows(
+    x_ptr, stride, grad_ptr, grad_stride, out_ptr, norm_ptr, cos_ptr, sin_ptr, position_ptr, first, tokens, eps, H: tl.constexpr,
+    ROTARY: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, R)
+    token, head = row // H, row % H
+    mask = token < tokens
+    at = token.to(tl.int64)
+    a, b, c, d = quarters(x_ptr + at * stride + head * 128, mask)
+    e, f, g, h = quarters(grad_ptr + at * grad_stride + head * 128, mask)
+    turn = angles(cos_ptr, sin_ptr, _positions(position_ptr, token, mask), ROTARY)
+    a, b, c, d = head_gradient(a, b, c, d, e, f, g, h, norm_weights(norm_ptr + row * 0), turn, eps, ROTARY)
+    store_quarters(out_ptr + row.to(tl.int64) * 128, mask, a, b, c, d)

@@ -91,6 +91,12 @@ def make(
     )
 
 
+def without_indexer(args: tuple) -> tuple:
+    """Arguments of `kv_insert` for a layer that has none."""
+    q, k, v, _, _, norms, *rest = args
+    return q, k, v, None, None, norms._replace(index_q=None, index_k=None), *rest
+
+
 def one_buffer(cache: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(buffer, main pages, index pages): views of one buffer, a page's main KV and then its index keys, as the engine has it."""
     pages, main = cache.shape[0], cache[0].numel()
