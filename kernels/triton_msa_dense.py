@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, _bytes, _halves, _nibbles, _scales, unit
+from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, block_scales, e4m3_bytes, halves, nibbles, unit
 
 
 @triton.jit
@@ -82,11 +82,11 @@ def _codes(base, place, left, token_stride, KEYS: tl.constexpr, FORMAT: tl.const
 def _decoded(x, scale, KEYS: tl.constexpr, FORMAT: tl.constexpr):
     """Operand [KEYS, 128] of what `_codes` gave; column c is dimension `_dim`[c]."""
     if FORMAT == NVFP4:
-        scales = _scales(tl.join(scale & 0xFF, scale >> 8))
+        scales = block_scales(tl.join(scale & 0xFF, scale >> 8))
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * 4, 2, 4]), [KEYS * 4, 4, 2])
-        tile = _nibbles(_halves(x), scales)  # [row, word, half, 2, 2]
+        tile = nibbles(halves(x), scales)  # [row, word, half, 2, 2]
     else:
-        tile = _bytes(tl.reshape(x, [KEYS * 8, 2, 2]))  # [row, pair of words, word, 2, 2]
+        tile = e4m3_bytes(tl.reshape(x, [KEYS * 8, 2, 2]))  # [row, pair of words, word, 2, 2]
     return tl.reshape(tl.permute(tile, [0, 1, 3, 4, 2]), [KEYS, 128])
 
 
