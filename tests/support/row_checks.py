@@ -179,9 +179,12 @@ def routing(device: str, tokens: int) -> None:
         # Steps of 1/8: sigmoids tie exactly or differ by far more than their last bit.
         logits = (draw(tokens, experts, dtype=torch.float32) * 16).round() / 8
         _routing_case(logits, (draw(experts, dtype=torch.float32) * 2).round() if biased else None, top)
-    logits[0, 3], logits[1:] = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32), -200.0  # NaN of negative sign
+    logits[0, 3], logits[1:] = float("nan"), -200.0
     ids, _ = route_topk(logits, None, 1, 1.0)
-    assert logits[0, 3].isnan() and ids[0, 0] == 3 and (ids[1:] == 0).all(), "NaN comes first; all equal, the lowest"
+    assert ids[0, 0] == 3 and (ids[1:] == 0).all(), "NaN comes first; all equal, the lowest"
+    bias = torch.zeros(logits.shape[1], dtype=torch.int32, device=device)
+    bias[5] = -0x400000  # bits of NaN with a sign
+    assert (route_topk(logits[1:], bias.view(torch.float32), 1, 1.0)[0] == 5).all()
     outside = torch.tensor([[0], [-1], [logits.shape[1]]], device=device)
     assert route_weights(logits[:1].zero_().expand(3, -1), outside, 1.0).flatten().isnan().tolist() == [False, True, True]
 
