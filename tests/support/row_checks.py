@@ -55,11 +55,34 @@ def gradients(call: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(total, leaves))
 
 
+def tree(x: Tensor) -> Tensor:
+    """Sums [..., 1] of rows in fp32, by neighbours; zeros on the right make their number a power of two."""
+    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x
+
+
+def sums(device: str, rows: int, width: int, each: int, warps: int) -> None:
+    """The tree's bits with `each` rows and `warps` warps a program; values of all sizes, so that other orders have others."""
+    from tests.support.row_kernels import sums_kernel
+
+    draw = Draw(device, 7)
+    x = (draw(rows, width, dtype=torch.float32) * torch.exp2(draw(rows, width, dtype=torch.float32) * 4)).square()
+    total, inverse = (torch.empty(rows, device=device) for _ in range(2))
+    sums_kernel[(-(-rows // each),)](x, total, inverse, rows, EPS, R=each, W=width, num_warps=warps, enable_fp_fusion=False)
+    want = tree(x.cpu())[:, 0]
+    same("sums", total, want)
+    same("inverse roots", inverse, 1.0 / torch.sqrt(want + torch.full_like(want, EPS)))
+    folded = x.cpu()
+    while folded.shape[1] > 1:
+        folded = folded[:, : folded.shape[1] // 2] + folded[:, folded.shape[1] // 2 :]
+    assert not torch.equal(folded[:, 0], want)
+
+
 def tree_norm(x: Tensor, weight: Tensor) -> Tensor:
     """bf16 norm of fp32 rows, the squares summed by neighbours."""
-    squares = torch.nn.functional.pad(x.square(), (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
-    while squares.shape[-1] > 1:
-        squares = squares[..., ::2] + squares[..., 1::2]
+    squares = tree(x.square())
     inverse = 1.0 / torch.sqrt(squares / torch.full_like(squares, x.shape[-1]) + torch.full_like(squares, EPS))
     return (x * inverse * (1.0 + weight.float())).bfloat16()
 
@@ -159,6 +182,9 @@ def routing(device: str, tokens: int) -> None:
     logits[0, 3], logits[1:] = float("nan"), -200.0
     ids, _ = route_topk(logits, None, 1, 1.0)
     assert ids[0, 0] == 3 and (ids[1:] == 0).all(), "NaN comes first; all equal, the lowest"
+    bias = torch.zeros(logits.shape[1], dtype=torch.int32, device=device)
+    bias[5] = -0x400000  # bits of NaN with a sign
+    assert (route_topk(logits[1:], bias.view(torch.float32), 1, 1.0)[0] == 5).all()
     outside = torch.tensor([[0], [-1], [logits.shape[1]]], device=device)
     assert route_weights(logits[:1].zero_().expand(3, -1), outside, 1.0).flatten().isnan().tolist() == [False, True, True]
 
@@ -188,11 +214,12 @@ def products(device: str, tokens: int, outputs: int, inputs: int) -> None:
     from samebits.kernels.triton_dense import product
 
     draw = Draw(device, 5)
+    size = torch.exp2(torch.linspace(-20, 4, outputs, device=device))[:, None]  # of rows, against the usual one
     for dtype in (torch.bfloat16, torch.float32):
-        x, w = draw(tokens, inputs), draw(outputs, inputs + 8, dtype=dtype)[:, : inputs - inputs % 8]
-        x = x[:, : w.shape[1]]
-        # Rows from 2^-20 to 2^4 times the usual size.
-        w = w * torch.exp2(torch.linspace(-20, 4, outputs, device=device)).to(dtype)[:, None]
+        # What lies between the rows is NaN.
+        x, w = draw(tokens, inputs + 8), draw(outputs, inputs + 16, dtype=dtype) * size.to(dtype)
+        x[:, inputs:], w[:, inputs:] = float("nan"), float("nan")
+        x, w = x[:, :inputs], w[:, :inputs]
         out = frozen_linear(x, w)
         want = x.double() @ w.double().T
         for row in range(0, outputs, max(1, outputs // 5)):
@@ -203,7 +230,7 @@ def products(device: str, tokens: int, outputs: int, inputs: int) -> None:
         exact = (grad.double() @ w.double()).bfloat16()
         close("gradient of x", have, exact, 1e-3)
         assert (have != exact).float().mean() < 0.04, "the gradient is not fp32's, rounded"
-    eye = torch.eye(w.shape[1], device=device).bfloat16()
+    eye = torch.eye(inputs, device=device).bfloat16()
     same("an fp32 weight", frozen_linear(eye, w), w.T.contiguous())
 
 

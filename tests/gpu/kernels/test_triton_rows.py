@@ -22,6 +22,11 @@ NAMES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("each", "width", "warps"), [(1, 128, 1), (8, 128, 1), (8, 128, 8), (1, 8192, 4), (1, 8192, 16), (2, 8192, 8)])
+def test_the_tree_is_the_same_in_every_layout(each, width, warps):
+    row_checks.sums("cuda", 37, width, each, warps)
+
+
 @pytest.mark.parametrize("hidden", [6144, 8192, 100])
 def test_norm_has_the_bits_of_the_tree(hidden):
     row_checks.norm_bits("cuda", 70, hidden)
@@ -46,7 +51,10 @@ def test_routing(tokens):
     row_checks.routing("cuda", tokens)
 
 
-@pytest.mark.parametrize("shape", [(70, 128, 6144), (1, 256, 520), (2100, 128, 1024), (200, 5000, 2080), (17, 1030, 6144)], ids=str)
+PRODUCTS = [(70, 128, 6144), (1, 256, 520), (2100, 128, 1024), (200, 5000, 2080), (17, 1030, 6144), (33, 70, 550)]
+
+
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
 def test_products(shape):
     row_checks.products("cuda", *shape)
 
@@ -54,6 +62,15 @@ def test_products(shape):
 @pytest.mark.parametrize("shape", [(9, 200064), (300, 1001)], ids=str)
 def test_logprobs(shape):
     row_checks.logprobs("cuda", *shape)
+
+
+def test_temperature_divides_as_a_kernel_before_it_would():
+    from tests.support.row_kernels import divide_kernel
+
+    _, logits, ids, temperature = logprob_case(40)
+    before = logits.clone()
+    divide_kernel[(40, -(-VOCABULARY // 8192))](before, temperature, VOCABULARY, BLOCK=8192)
+    same("two steps", token_logprob_rows(before, ids)[0], token_logprob_rows(logits, ids, temperature)[0])
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
