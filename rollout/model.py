@@ -236,6 +236,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.settings = engine_settings.check(vllm_config)
+        engine_settings.serving = True
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.model = Model(vllm_config, self.settings, f"{prefix}.model" if prefix else "model")

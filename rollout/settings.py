@@ -27,6 +27,8 @@ PAGE = 128  # tokens of a KV page: one MSA block
 RESIDENT = 2  # adapter versions in memory: the one that is being sampled from, and the next one
 _ACTIVATIONS = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
 _KEYS = {"profile", "kv_cache", "targets", "rank"}
+serving = False
+"""Whether this process holds a model of ours: what is patched in vLLM for it leaves other models alone."""
 KV_DTYPES = ("auto", "nvfp4")
 """What vLLM's `kv_cache_dtype` may be."""
 
