@@ -127,7 +127,7 @@ def test_the_training_model_gives_the_same_bits(engine, sampled, folder):
 
     packed = engine.rpc("samebits_profile") == get_profile("w4a16", "nvfp4").hash
     profile = get_profile("w4a16", "nvfp4" if packed else None)
-    model = M3ForTraining(Checkpoint(folder), profile, LoRASettings(RANK, RANK, LORA_ROLES)).cuda()
+    model = M3ForTraining(Checkpoint(folder), profile, LoRASettings(RANK, RANK, LORA_ROLES), pack_on=torch.device("cuda")).cuda()
     tensors = adapter(7)
     names = [name for name, _ in model.export_adapter()]
     assert sorted(names) == sorted(tensors)
