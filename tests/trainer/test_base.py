@@ -45,7 +45,7 @@ def uneven(tmp_path_factory) -> Path:
 def model_of(folder: Path, tiles: bool) -> M3ForTraining:
     from samebits.quant.adapter import target_roles
 
-    settings = LoRASettings(rank=4, alpha=8, roles=target_roles("all"), seed=3)
+    settings = LoRASettings(rank=8, alpha=16, roles=target_roles("all"), seed=3)
     model = M3ForTraining(Checkpoint(folder), get_profile("w4a16"), settings, pack_on=torch.device("cpu") if tiles else None)
     g = torch.Generator().manual_seed(5)
     for name, parameter in model.adapter_parameters():
