@@ -102,6 +102,8 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     kept = 2 * model.hidden * width
     recomputed = _layer_width(model) * 4
     layers_kept = kept if verl.actor_rollout_ref.model.enable_gradient_checkpointing else recomputed
+    if recipe.recompute.experts and layers_kept == recomputed:
+        layers_kept -= 4 * 2 * (model.experts_per_token * model.expert_intermediate + model.shared_intermediate)
     training = {
         "trainer: base, its shard": base / layout.fsdp,
         "trainer: adapter, fp32": 4 * parameters / layout.fsdp,

@@ -89,7 +89,18 @@ def main() -> None:
         lambda own: fused_linear(own["x"], tiles[1], LoRA(own["a"], own["b"]), slots),
         leaf,
     )
-    # Without an adapter, and stacked or not: each half of the stack is what it is alone.
+    # Stacked or alone, with slots told by token or one for all: an output row has one value.
+    halves = [fused_linear(x, pack_linear(w), p, slots) for w, p in ((gate, lora.gate), (up, lora.up))]
+    block = LoRA(
+        torch.cat((lora.gate.a, lora.up.a), dim=1),
+        torch.stack([torch.block_diag(g, u) for g, u in zip(lora.gate.b, lora.up.b, strict=True)]),
+    )
+    if not torch.equal(fused_linear(x, tiles[0], block, slots), torch.cat(halves, dim=1)):
+        raise SystemExit("rows have other bits in a stack")
+    one = MLPLoRA(*(LoRA(p.a[:1], p.b[:1]) for p in lora))
+    by_token, for_all = (mlp_fused.fused_mlp(x, *tiles, ACT, a, w, False, "") for a, w in ((lora, slots * 0), (one, None)))
+    if not torch.equal(by_token, for_all):
+        raise SystemExit("slots told by token move bits")
     base = mlp_fused.fused_mlp(x, *tiles, ACT, None, None, False, "")
     compare("mlp base", base, mlp(x, gate_up, down, ACT), 2e-3)
     zero = MLPLoRA(*(LoRA(p.a, torch.zeros_like(p.b)) for p in lora))
@@ -128,6 +139,17 @@ def main() -> None:
     if not torch.equal(seen["moe.experts"], whole):
         raise SystemExit("routed experts have other bits beside the shared one")
     compare("routed", whole, moe(x, w13, w2, ids, leaves["weights"], ACT, routed, slots), 2e-3)
+    kept = []
+    for recompute in (False, True):
+        seen: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
+            own = SharedExpert(*tiles, lora)
+            mlp_fused.fused_moe_with_shared(
+                x.clone().requires_grad_(), *experts, ids, leaves["weights"], own, ACT, routed, slots, recompute, ""
+            )
+        kept.append(sum(seen.values()))
+    if kept[0] - kept[1] != 2 * (T * TOP + T) * 2 * WIDTH:  # gate and up in bf16, of pairs and of tokens
+        raise SystemExit(f"recomputing keeps {kept[1]} bytes of {kept[0]}")
     print("as the torch path")
 
 

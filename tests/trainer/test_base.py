@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from samebits.kernels.expert_tiles import NVFP4Tiles
+from samebits.kernels.linear import values
 from samebits.kernels.linear_tiles import MXFP8Tiles
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.digests import digests
@@ -44,7 +45,7 @@ def uneven(tmp_path_factory) -> Path:
 def model_of(folder: Path, tiles: bool) -> M3ForTraining:
     from samebits.quant.adapter import target_roles
 
-    settings = LoRASettings(rank=4, alpha=8, roles=target_roles("all"), seed=3)
+    settings = LoRASettings(rank=8, alpha=16, roles=target_roles("all"), seed=3)
     model = M3ForTraining(Checkpoint(folder), get_profile("w4a16"), settings, pack_on=torch.device("cpu") if tiles else None)
     g = torch.Generator().manual_seed(5)
     for name, parameter in model.adapter_parameters():
@@ -103,6 +104,16 @@ def test_tiles_are_not_larger_than_what_is_stored_but_for_whole_chunks(uneven):
         k = {"down": 96, "w2": 96, "w13": 320}.get(name.rsplit(".", 1)[-1], 320)
         k = 160 if name == "layers.0.mlp.down" else 512 if name.endswith("proj.o") else k
         assert sizes[1][name] <= stored * -(-k // 128) * 128 / k + 16, name
+
+
+def test_whole_chunks_take_the_bytes_that_are_stored_a_third_of_bf16(tmp_path):
+    """Widths are multiples of 128, as MiniMax-M3's."""
+    folder = random_m3.build(tmp_path / "m", hidden=256, intermediate=512, dense=256, heads=2, kv_heads=1, experts=8)
+    bases = [[m for m in model_of(folder, tiles).modules() if isinstance(m, PackedBase)] for tiles in (False, True)]
+    stored, held = (sum(p.nbytes for m in base for p in m.parameters()) for base in bases)
+    assert stored == held
+    elements = sum(t.numel() for _, w in model_of(folder, True).base_weights() for t in [values(w)])
+    assert held <= 0.35 * 2 * elements
 
 
 def test_a_weight_that_the_kernels_cannot_read_is_named(uneven):
