@@ -94,7 +94,9 @@ def ceilings() -> dict[str, float]:
 def random_tiles(n: int, k: int) -> NVFP4Tiles:
     """EXPERTS matrices [n, k] of random codes, values about 1 / sqrt(k)."""
     codes = torch.randint(-(2**31), 2**31, (EXPERTS, k // 128, n, 16), dtype=torch.int32, device="cuda")
-    scales = torch.randint(120, 136, (EXPERTS, k // 128, n, 8), dtype=torch.uint8, device="cuda").view(torch.int64)[..., 0]
+    # As `expert_tiles` has them: bytes 120 to 135, four turned left by 4 bits, so that their halves are neighbours' lower and upper ones.
+    scales = torch.randint(120, 136, (EXPERTS, k // 128, n, 2, 4), dtype=torch.uint8, device="cuda").view(torch.int32).long() & 0xFFFFFFFF
+    scales = ((scales << 4 | scales >> 28) & 0xFFFFFFFF).to(torch.int32).view(EXPERTS, k // 128, n, 2).view(torch.int64)[..., 0]
     return NVFP4Tiles(codes, scales.contiguous(), torch.full((EXPERTS,), 1 / (120 * k**0.5), device="cuda"), k)
 
 

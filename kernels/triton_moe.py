@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import SwiGLU
 from .expert_tiles import CHUNK, NVFP4Tiles
@@ -39,6 +40,7 @@ class Cut(NamedTuple):
     rows: int  # outputs of a program; of gate and up: as many of each
     warps: int
     stages: int
+    steps: int = 1  # chunks of 128 inputs at a time; of a linear layer
 
 
 def cuts(pairs: int, experts: int) -> tuple[Cut, Cut]:
@@ -135,98 +137,177 @@ def _b_tile(
 
 
 @triton.jit
-def _stream(
-    x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,
-    item, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+def _band(
+    x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
     MX: tl.constexpr, LINEAR: tl.constexpr, GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr,
     HAS2: tl.constexpr, KEEP: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, STEPS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One band of rows for one tile: the packed weights' K steps, the adapter's, the epilogue."""
+    """One band of rows for the first BT pairs from `start`: the packed weights' K steps, the adapter's, the epilogue.
+
+    STEPS chunks of K at a time: where programs are few, one waits less often.
+    """
     ROWS: tl.constexpr = 2 * BW if GATED else BW
-    bands = tl.cdiv(N, BW)
-    tile, band = item // bands, item % bands
-    e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
-    if e >= 0:
-        place, inside, pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
-        chunks = tl.cdiv(K, 128)
-        height = 2 * N if GATED else N
-        row = tl.arange(0, ROWS)
-        n = band * BW + row % BW
-        # Rows beyond the last repeat it; they are not stored.
-        matrix_row = row // BW * N + tl.minimum(n, N - 1)
-        first = e.to(tl.int64) * chunks * height
-        words_at = words_ptr + first * 16 + matrix_row[:, None] * 16 + tl.arange(0, 16)[None, :]
-        scales_at = scales_ptr + first + matrix_row
-        k = tl.arange(0, 128)
-        source = token if GATED else place
-        x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
-        if LORA and not SLOTTED:
-            first_b = e.to(tl.int64) * N * R + tl.minimum(n, N - 1) * R
-            prefetch((tl.where(row < BW, b_ptr, b2_ptr) if GATED else b_ptr) + first_b)
-        acc = tl.zeros([ROWS, BT], tl.float32)
-        for chunk in range(chunks):
-            words = tl.load(words_at)
-            scales = tl.load(scales_at)
-            if EVEN:
-                x = tl.load(x_at, mask=inside[None, :], other=0.0)
-            else:
-                x = tl.load(x_at, mask=inside[None, :] & (chunk * 128 + k < K)[:, None], other=0.0)
-            acc = settled(dot(weight_tile(words, scales, ROWS, MX), x, acc))
-            words_at += height * 16
-            scales_at += height
-            x_at += 128
-        acc = acc * unit(global_ptr, e, MX)
-        if LORA:
-            WIDTH: tl.constexpr = 2 * RP if GATED else RP
-            u_at = u_ptr + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
-            if SLOTTED:
-                while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < slots:
-                    pass
-                for wanted in tl.range(0, slots, num_stages=1):
-                    hit = inside & (slot == wanted)
-                    base = (wanted * experts + e).to(tl.int64) * N * R
-                    b_at, real = _b_tile(b_ptr, b2_ptr, base, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
-                    real &= (row * 0 + tl.max(hit.to(tl.int32), axis=0) == 1)[:, None]
-                    u = tl.load(u_at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
-                    added = settled(dot(tl.load(b_at, mask=real, other=0.0), u, acc))
-                    # A column of zeros does not protect the tokens of other adapters from one that holds NaN or infinity.
-                    acc = tl.where(hit[None, :], added, acc)
-            else:
-                b_at, real = _b_tile(b_ptr, b2_ptr, e.to(tl.int64) * N * R, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
-                b = tl.load(b_at, mask=real, other=0.0)
-                while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < 1:
-                    pass
-                acc = dot(b, tl.load(u_at, mask=inside[None, :], other=0.0, cache_modifier=".cg"), acc)
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BW, BT]), (1, 2, 0)))
-            gate, up = bf16(gate), bf16(up)
-            n = band * BW + tl.arange(0, BW)
-            stored = (n < N)[:, None] & inside[None, :]
-            if KEEP:
-                at = halves_ptr + place.to(tl.int64)[None, :] * 2 * N + n[:, None]
-                tl.store(at, gate, mask=stored)
-                tl.store(at + N, up, mask=stored)
-            g = tl.minimum(gate.to(tl.float32), limit)
-            u = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
-            act = g / (1.0 + tl.exp(-alpha * g)) * (u + beta)
-            tl.store(out_ptr + place.to(tl.int64)[None, :] * N + n[:, None], bf16(act), mask=stored)
+    place, inside, pair, token, slot = columns(order_ptr, slots_ptr, start, end, top_k, LINEAR, SLOTTED, BT)
+    chunks = tl.cdiv(K, 128)
+    height = 2 * N if GATED else N
+    row = tl.arange(0, ROWS)
+    n = band * BW + row % BW
+    # Rows beyond the last repeat it; they are not stored.
+    matrix_row = row // BW * N + tl.minimum(n, N - 1)
+    first = e.to(tl.int64) * chunks * height
+    words_at = words_ptr + first * 16 + matrix_row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scales_at = scales_ptr + first + matrix_row
+    k = tl.arange(0, 128)
+    source = token if GATED else place
+    x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
+    if LORA and not SLOTTED:
+        first_b = e.to(tl.int64) * N * R + tl.minimum(n, N - 1) * R
+        prefetch((tl.where(row < BW, b_ptr, b2_ptr) if GATED else b_ptr) + first_b)
+    acc = tl.zeros([ROWS, BT], tl.float32)
+    for chunk in range(0, chunks, STEPS):
+        if LINEAR:
+            x = x_desc.load([start, chunk * 128]).T  # zeros beyond the last token and the last input
+        elif EVEN:
+            x = tl.load(x_at, mask=inside[None, :], other=0.0)
         else:
-            if out_ptr.dtype.element_ty == tl.bfloat16:
-                acc = bf16(acc)
-            tl.store(out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None], acc, mask=(n < N)[:, None] & inside[None, :])
+            x = tl.load(x_at, mask=inside[None, :] & (chunk * 128 + k < K)[:, None], other=0.0)
+        words = tl.load(words_at)
+        scales = tl.load(scales_at)
+        if STEPS == 1:
+            acc = settled(dot(weight_tile(words, scales, ROWS, MX), x, acc))
+        else:
+            more = chunk + 1 < chunks
+            words2 = tl.load(words_at + height * 16, mask=more, other=0)
+            scales2 = tl.load(scales_at + height, mask=more, other=0)
+            both = tl.join(weight_tile(words, scales, ROWS, MX), weight_tile(words2, scales2, ROWS, MX))
+            acc = settled(dot(tl.reshape(tl.permute(both, (0, 2, 1)), [ROWS, 256]), x, acc))
+        words_at += STEPS * height * 16
+        scales_at += STEPS * height
+        x_at += 128
+    acc = acc * unit(global_ptr, e, MX)
+    if LORA:
+        WIDTH: tl.constexpr = 2 * RP if GATED else RP
+        u_at = u_ptr + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
+        if SLOTTED:
+            while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < slots:
+                pass
+            for wanted in tl.range(0, slots, num_stages=1):
+                hit = inside & (slot == wanted)
+                base = (wanted * experts + e).to(tl.int64) * N * R
+                b_at, real = _b_tile(b_ptr, b2_ptr, base, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
+                real &= (row * 0 + tl.max(hit.to(tl.int32), axis=0) == 1)[:, None]
+                u = tl.load(u_at, mask=hit[None, :], other=0.0, cache_modifier=".cg")
+                added = settled(dot(tl.load(b_at, mask=real, other=0.0), u, acc))
+                # A column of zeros does not protect the tokens of other adapters from one that holds NaN or infinity.
+                acc = tl.where(hit[None, :], added, acc)
+        else:
+            b_at, real = _b_tile(b_ptr, b2_ptr, e.to(tl.int64) * N * R, row, n, N, GATED, HAS1, HAS2, R, RP, BW)
+            b = tl.load(b_at, mask=real, other=0.0)
+            while tl.atomic_add(flags_ptr + tile, 0, sem="acquire") < 1:
+                pass
+            acc = dot(b, tl.load(u_at, mask=inside[None, :], other=0.0, cache_modifier=".cg"), acc)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BW, BT]), (1, 2, 0)))
+        gate, up = bf16(gate), bf16(up)
+        n = band * BW + tl.arange(0, BW)
+        stored = (n < N)[:, None] & inside[None, :]
+        if KEEP:
+            at = halves_ptr + place.to(tl.int64)[None, :] * 2 * N + n[:, None]
+            tl.store(at, gate, mask=stored)
+            tl.store(at + N, up, mask=stored)
+        g = tl.minimum(gate.to(tl.float32), limit)
+        u = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+        act = g / (1.0 + tl.exp(-alpha * g)) * (u + beta)
+        tl.store(out_ptr + place.to(tl.int64)[None, :] * N + n[:, None], bf16(act), mask=stored)
+    else:
+        if out_ptr.dtype.element_ty == tl.bfloat16:
+            acc = bf16(acc)
+        tl.store(out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None], acc, mask=(n < N)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _stream(
+    x_ptr, x_desc, narrow_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr,
+    tiles_ptr, slots_ptr, item, wide, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+    MX: tl.constexpr, LINEAR: tl.constexpr, GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr,
+    HAS2: tl.constexpr, KEEP: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, STEPS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One band of rows for one tile, or for a part of its columns.
+
+    Experts: as many columns as the tile has pairs, BT, a half or a quarter of it. A linear layer: all, and from program `wide` on a
+    quarter, so that a last wave in which few multiprocessors had work is shorter and full.
+    """
+    bands = tl.cdiv(N, BW)
+    if LINEAR:
+        if item < wide:
+            tile, band = item // bands, item % bands
+            e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
+            _band(
+                x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT,
+            )  # fmt: skip
+        elif BT >= 64:
+            rest = item - wide
+            tile, band = (wide + rest // 4) // bands, (wide + rest // 4) % bands
+            e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
+            start += rest % 4 * (BT // 4)
+            if start < end:
+                _band(
+                    x_ptr, narrow_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                    MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT // 4,
+                )  # fmt: skip
+    else:
+        tile, band = item // bands, item % bands
+        e, start, end = span(tiles_ptr, tile, most, pairs, LINEAR, BT)
+        if e >= 0:
+            if BT < 32:
+                _band(
+                    x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                    MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT,
+                )  # fmt: skip
+            elif end - start > BT // 2:
+                _band(
+                    x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                    MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT,
+                )  # fmt: skip
+            elif BT < 64:
+                _band(
+                    x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                    MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT // 2,
+                )  # fmt: skip
+            elif end - start > BT // 4:
+                _band(
+                    x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                    MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT // 2,
+                )  # fmt: skip
+            else:
+                _band(
+                    x_ptr, x_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, slots_ptr,
+                    tile, band, e, start, end, K, N, pairs, top_k, experts, slots, alpha, beta, limit,
+                    MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT // 4,
+                )  # fmt: skip
 
 
 @batch_jit
 def _experts_kernel(
-    x_ptr, words_ptr, scales_ptr, global_ptr, a_ptr, a2_ptr, b_ptr, b2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr,
+    x_ptr, x_desc, narrow_desc, words_ptr, scales_ptr, global_ptr, a_ptr, a2_ptr, b_ptr, b2_ptr, u_ptr, partial_ptr, counts_ptr, flags_ptr,
     out_ptr, halves_ptr, order_ptr, tiles_ptr, slots_ptr,
-    K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+    wide, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
     MX: tl.constexpr, LINEAR: tl.constexpr, GATED: tl.constexpr, LORA: tl.constexpr, SLOTTED: tl.constexpr, HAS1: tl.constexpr,
     HAS2: tl.constexpr, KEEP: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BW: tl.constexpr,
+    STEPS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Weights are NVFP4 stacks, or with MX and LINEAR one MXFP8 matrix (`triton_linear`).
+    """Weights are NVFP4 stacks, or with MX and LINEAR one MXFP8 matrix (`triton_linear`), whose x comes through tensor descriptors.
 
     GATED: x [T, K] to act bf16 [pairs, N], weights [2N, K]. Otherwise x [pairs, K] to y fp32 [pairs, N], weights [N, K].
 
@@ -242,15 +323,15 @@ def _experts_kernel(
             )  # fmt: skip
         else:
             _stream(
-                x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr,
-                slots_ptr, item - shrinks, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
-                MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
+                x_ptr, x_desc, narrow_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr,
+                order_ptr, tiles_ptr, slots_ptr, item - shrinks, wide, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+                MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT,
             )  # fmt: skip
     else:
         _stream(
-            x_ptr, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr, order_ptr, tiles_ptr,
-            slots_ptr, item, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
-            MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, BT,
+            x_ptr, x_desc, narrow_desc, words_ptr, scales_ptr, global_ptr, b_ptr, b2_ptr, u_ptr, flags_ptr, out_ptr, halves_ptr,
+            order_ptr, tiles_ptr, slots_ptr, item, wide, K, N, pairs, top_k, most, experts, slots, alpha, beta, limit,
+            MX, LINEAR, GATED, LORA, SLOTTED, HAS1, HAS2, KEEP, R, RP, EVEN, BW, STEPS, BT,
         )  # fmt: skip
 
 
@@ -276,6 +357,26 @@ class Adapters(NamedTuple):
         rank = some.a.shape[-2]
         padded = max(16, triton.next_power_of_2(rank))
         return cls(first.a, second.a, first.b, second.b, some.a.shape[0], rank, padded, (one is not None, two is not None))
+
+
+def _whole(programs: int, cut: Cut, x: Tensor) -> int:
+    """How many of a linear layer's programs take a whole tile; the others are four each.
+
+    Large programs run one to a multiprocessor, and their last wave may hold few: cut in four it takes a third of the time of a whole one.
+    """
+    if cut.tokens < 128 or cut.warps < 8 or not x.is_cuda:
+        return programs
+    waves, rest = divmod(programs, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    at_once = programs - rest
+    return at_once if waves and 2 * rest <= at_once // waves else programs
+
+
+def _descriptors(x: Tensor, cut: Cut) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """x [T, K] for the copy engine, in tiles of all and of a quarter of the cut's tokens."""
+    if x.data_ptr() % 16:
+        x = x.clone()
+    depth = CHUNK * cut.steps
+    return tuple(TensorDescriptor.from_tensor(x, [t, depth]) for t in (cut.tokens, max(16, cut.tokens // 4)))
 
 
 def weight_product(
@@ -306,15 +407,19 @@ def weight_product(
     out = torch.empty(plan.pairs, n, dtype=x.dtype if gated or plan.linear else torch.float32, device=x.device)
     halves = torch.empty(plan.pairs, 2 * n, dtype=x.dtype, device=x.device) if keep and gated else None
     counters = plan.counters.view(-1)[counter * plan.most :]
-    grid = plan.most * triton.cdiv(n, cut.rows) + (plan.most * ad.slots * parts if has else 0)
+    programs = plan.most * triton.cdiv(n, cut.rows)
+    wide, descriptors = programs, (None, None)
+    if plan.linear:
+        wide, descriptors = _whole(programs, cut, x), _descriptors(x, cut)
+    grid = wide + 4 * (programs - wide) + (plan.most * ad.slots * parts if has else 0)
     mx = isinstance(tiles, MXFP8Tiles)
     with on(x):
         _experts_kernel[(grid,)](
-            x, tiles.codes, tiles.scales, x if mx else tiles.global_scale, ad.a, ad.a2, ad.b, ad.b2, u, partial,
+            x, *descriptors, tiles.codes, tiles.scales, x if mx else tiles.global_scale, ad.a, ad.a2, ad.b, ad.b2, u, partial,
             counters[plan.most :] if has else counters, counters, out, out if halves is None else halves, plan.order, plan.tiles,
-            plan.slots(adapter_ids), k, n, plan.pairs, plan.top_k, plan.most, plan.experts, ad.slots, act.alpha, act.beta, act.limit,
+            plan.slots(adapter_ids), wide, k, n, plan.pairs, plan.top_k, plan.most, plan.experts, ad.slots, act.alpha, act.beta, act.limit,
             MX=mx, LINEAR=plan.linear, GATED=gated, LORA=has, SLOTTED=adapter_ids is not None, HAS1=ad.has[0], HAS2=ad.has[1],
             KEEP=halves is not None, R=ad.rank, RP=ad.padded, PARTS=parts, PART=SHRINK_PART, EVEN=k % CHUNK == 0, BW=cut.rows,
-            BT=cut.tokens, num_warps=cut.warps, num_stages=cut.stages,
+            STEPS=cut.steps, BT=cut.tokens, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return out, u if has else None, halves
