@@ -82,11 +82,11 @@ def check_large_linear() -> None:
 
 
 def check_widths() -> None:
-    """Experts with 70, 30, 12 and 20 pairs in tiles of 64: two tiles, and each of the three widths."""
+    """Experts with 70, 44, 12 and 20 pairs in tiles of 64: two tiles, and each of the three widths."""
     moe_fused.cuts = lambda pairs, experts: (Cut(64, 32, 4, 3), Cut(64, 64, 4, 3))
     g = torch.Generator().manual_seed(3)
     packed = [nvfp4.quantize(torch.randn(E, *shape, generator=g) / shape[1] ** 0.5) for shape in ((2 * WIDTH, H), (H, WIDTH))]
-    ids = torch.tensor([2] * 70 + [0] * 30 + [3] * 12 + [1] * 20)[torch.randperm(132, generator=g)].view(-1, 2)
+    ids = torch.tensor([2] * 70 + [0] * 44 + [3] * 12 + [1] * 20)[torch.randperm(146, generator=g)].view(-1, 2)
     x, weights = torch.randn(len(ids), H, generator=g).bfloat16(), torch.rand(ids.shape, generator=g)
     lora = adapters(g, torch.ones(E, 1, 1))
     have = moe_fused.fused_experts(x, *(pack_experts(w) for w in packed), ids, weights, SwiGLU(), lora, None, False)
