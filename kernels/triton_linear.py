@@ -26,8 +26,8 @@ def cut_of(tokens: int, outputs: int) -> Cut:
     if tokens <= 32:
         return Cut(32, 64, 4, 4)
     if tokens <= 64:
-        return Cut(64, 64, 4, 3)
-    return Cut(128, 128, 8, 3)
+        return Cut(64, 64, 4, 5)
+    return Cut(128, 128, 8, 3) if tokens < 768 else Cut(256, 128, 8, 3)
 
 
 def back_cut_of(tokens: int) -> BackCut:
