@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
-from .triton_msa_attend import ROWS, attend_kernel, merge_kernel
+from .triton_msa_attend import ROWS, SUMS, attend_kernel, merge_kernel
+from .triton_msa_blocks import WARPS
 from .triton_msa_backward import PackedAttention
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
@@ -25,10 +26,10 @@ SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
 EARLY = True
-# Chosen blocks of a chain of the attention: part of the arithmetic. Chains are programs of their own where queries times groups are no more
-# than SPLIT_ROWS for each multiprocessor. Swept on an H200.
-CHAIN = 4
-SPLIT_ROWS = 2
+# Chosen blocks whose results are joined before others are: part of the arithmetic. A program takes one block where all blocks of all queries
+# and groups are no more than SPLIT programs for each multiprocessor, such a group of blocks where queries times groups are no more, else all.
+BLOCKS_TOGETHER = 4
+SPLIT = 4
 MERGE_HEADS = 4  # of a program
 ATTEND_REGISTERS = {0: None, 1: None, 2: None}
 AHEAD = {0: False, 1: True, 2: True}
@@ -210,17 +211,18 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
         return out, sums
     if topk & (topk - 1):
         raise ValueError(f"the number of chosen blocks must be a power of two, got {topk}")
-    chain = min(CHAIN, topk)
-    chains = topk // chain
+    together = min(BLOCKS_TOGETHER, topk)
     rows = tokens * groups
-    split = chains > 1 and rows <= SPLIT_ROWS * _multiprocessors(q.device)
+    most = SPLIT * _multiprocessors(q.device)
+    unit = 1 if rows * topk <= most else together if rows <= most else topk
+    units = topk // unit
     keys, values, strides, table, form = _layout(cache)
     parts = state = None
-    if split:
-        parts = torch.empty(rows, chains, ROWS.value, DIM, dtype=torch.float32, device=q.device)
-        state = torch.empty(rows, chains, 2, ROWS.value, dtype=torch.float32, device=q.device)
+    if units > 1:
+        parts = torch.empty(rows, units, ROWS.value, DIM, dtype=torch.float32, device=q.device)
+        state = torch.empty(rows, units, ROWS.value, 1 + SUMS.value, dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        attend_kernel[(rows * chains if split else rows,)](
+        attend_kernel[(rows * units,)](
             q.contiguous(),
             keys,
             values,
@@ -238,27 +240,27 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
             G=groups,
             HEADS=heads // groups,
             TOPK=topk,
-            CHAIN=chain,
-            SPLIT=split,
+            GROUP=together,
+            UNIT=unit,
             LSE=lse,
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
-            FETCH=_fetch(cache, chain) if split else 0,
             AHEAD=AHEAD[form],
-            num_warps=4,
+            num_warps=WARPS.value,
             num_stages=1,
             maxnreg=ATTEND_REGISTERS[form],
             enable_fp_fusion=False,
             launch_pdl=EARLY and q.is_cuda,
         )
-        if split:
+        if units > 1:
             merge_kernel[(rows, triton.cdiv(heads // groups, MERGE_HEADS))](
                 parts,
                 state,
                 out,
                 sums,
                 HEADS=heads // groups,
-                CHAINS=chains,
+                GROUPS=topk // together,
+                PARTS=max(1, together // unit),
                 SHARE=MERGE_HEADS,
                 LSE=lse,
                 FORMAT=form,
@@ -267,14 +269,6 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
                 launch_pdl=EARLY and q.is_cuda,
             )
     return out, sums
-
-
-def _fetch(cache: Pages | Packed, chain: int) -> int:
-    """Bytes of a block of one head that each of the 128 lanes of a program asks for, when it takes `chain` blocks; 0 for packed keys."""
-    if isinstance(cache, Packed):
-        return 0
-    size = cache.data.stride(1) * cache.data.element_size() * (2 if cache.data.dtype == torch.uint8 else 1)
-    return size * chain // 128
 
 
 def _layout(cache: Pages | Packed) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, int]:
