@@ -11,8 +11,8 @@ from torch import Tensor
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
 from .triton_msa_attend import ROWS, SUMS, attend_kernel, merge_kernel
-from .triton_msa_blocks import WARPS
 from .triton_msa_backward import PackedAttention
+from .triton_msa_blocks import WARPS
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
 
@@ -26,16 +26,18 @@ SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
 EARLY = True
-# Chosen blocks whose results are joined before others are: part of the arithmetic. A program takes one block where all blocks of all queries
-# and groups are no more than SPLIT programs for each multiprocessor, such a group of blocks where queries times groups are no more, else all.
+# Chosen blocks whose results are joined before others are: part of the arithmetic. A program takes one block where that makes no more than
+# SPLIT programs for each multiprocessor, else such a group of blocks where queries times groups are no more than that, else all blocks.
 BLOCKS_TOGETHER = 4
 SPLIT = 4
 MERGE_HEADS = 4  # of a program
-ATTEND_REGISTERS = {0: None, 1: None, 2: None}
-AHEAD = {0: False, 1: True, 2: True}
+# V is loaded before there are scores, by format. Rows of bf16 fill the registers as it is.
+AHEAD = {0: False, 1: False, 2: True}
 
 
-def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
+def index_topk(
+    index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None, rounded: bool = False
+) -> Tensor:
     """`msa_ops.index_topk` on CUDA."""
     tokens, groups, _ = index_q.shape
     if out is None:
@@ -46,7 +48,7 @@ def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: Spar
         step = max(SCORE_TOKENS, SCORE_MEMORY // (groups * blocks))
     for first in range(0, tokens, step):
         part, rows = _part(batch, first, min(first + step, tokens))
-        scores = index_scores(index_q[rows], keys, part)
+        scores = index_scores(index_q[rows], keys, part, rounded=rounded)
         choose(scores, part.position, config, out[rows])
     return out
 
@@ -60,7 +62,7 @@ def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice]:
     return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), rows
 
 
-def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None) -> Tensor:
+def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None, rounded: bool = False) -> Tensor:
     """fp32 [T, G, blocks]: the largest score of each block up to the query's own; entries beyond are not written."""
     tokens, groups, _ = index_q.shape
     requests, blocks = batch.start.numel() - 1, _blocks(keys)
@@ -96,6 +98,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             KEYS=SCORE_KEYS[form],
             FORMAT=form,
             PAGED=paged,
+            ROUNDED=rounded and form == 2,
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
@@ -128,7 +131,7 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
         )
 
 
-def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, rounded: bool = False) -> Tensor:
     """`msa_ops.sparse_attention` on CUDA."""
     if isinstance(cache, Packed) and torch.is_grad_enabled() and any(t.requires_grad for t in (q, cache.keys, cache.values)):
         if q.shape[0] != cache.keys.shape[0]:
@@ -145,7 +148,7 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
             batch.position,
             scale,
         )
-    return attend(q, cache, chosen, batch, scale)[0]
+    return attend(q, cache, chosen, batch, scale, rounded=rounded)[0]
 
 
 def kv_insert(
@@ -201,7 +204,9 @@ def kv_insert(
     return q_out, index_q_out
 
 
-def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False, rounded: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
     tokens, heads, _ = q.shape
     groups, topk = chosen.shape[1:]
@@ -245,10 +250,10 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
             LSE=lse,
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
+            ROUNDED=rounded and form == 2,
             AHEAD=AHEAD[form],
             num_warps=WARPS.value,
             num_stages=1,
-            maxnreg=ATTEND_REGISTERS[form],
             enable_fp_fusion=False,
             launch_pdl=EARLY and q.is_cuda,
         )

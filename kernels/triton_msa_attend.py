@@ -1,12 +1,13 @@
 """MSA attention on CUDA, forward: a query's 16 heads of one KV group over its chosen blocks.
 
-**One order.** Each chosen block has a result of its own: the maximum of its 128 scores, its weights' sums, its weighted values. The results
-of four neighbouring blocks are joined one after the other, and then those of such groups of blocks. Nothing of it depends on any other query,
-nor on who does it: where queries are many, one program takes all blocks of a query and KV group; where they are fewer, a program takes a group
-of blocks, or a single block, and `merge_kernel` does what is left by the same operations in the same order. Multiply and add are
-never contracted, so that kernels for other formats of pages round alike.
+**One order.** Each chosen block has a result of its own: the maximum of its 128 scores, the sums of its weights, its weighted values.
+The results of four neighbouring blocks are joined one after the other, and then those of such groups of blocks. Nothing of it depends on
+any other query, nor on who does it: where queries are many, one program takes all blocks of a query and KV group; where they are fewer, a
+program takes a group of blocks, or a single block, and `merge_kernel` does what is left by the same operations in the same order.
+Multiply and add are never contracted, so that kernels for other formats of pages round alike.
 
-A program has two warps, which share a block (`triton_msa_blocks`). The next block's keys are loaded while the present one's values are at work.
+A program has two warps, which share a block (`triton_msa_blocks`). Of NVFP4 pages, the next block's keys are loaded while the present one's
+values are at work.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def attend_kernel(
     LSE: tl.constexpr,
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
+    ROUNDED: tl.constexpr,  # NVFP4 is read as E4M3
     AHEAD: tl.constexpr,  # V is loaded before there are scores
 ):
     """One query token and KV group, or some blocks of it, a program."""
@@ -134,7 +136,7 @@ def attend_kernel(
             limit = position + 1 - block * PAGE
             if AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
-            scores = tl.dot(query, decode_keys(x, raw, FORMAT))
+            scores = tl.dot(query, decode_keys(x, raw, FORMAT, ROUNDED))
             if not AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
             if NEXT and place + 1 < end:
@@ -148,7 +150,7 @@ def attend_kernel(
             weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
             # Of each lane: they need not meet before the end.
             block_sums = tl.sum(tl.sum(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]), axis=3), axis=1)
-            block_values = tl.dot(weights.to(OPERAND), decode_values(a, b, c, d, words, FORMAT))
+            block_values = tl.dot(weights.to(OPERAND), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
             top, sums, values = _join(top, sums, values, block_top, block_sums, block_values)
         if UNIT < TOPK:
             all_top, all_sums, all_values = top, sums, values

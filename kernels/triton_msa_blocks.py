@@ -1,12 +1,12 @@
-"""A block of K and V for the four warps of an attention program, from pages straight into the registers of the tensor cores.
+"""A block of K and V for the two warps of an attention program, from pages straight into the registers of the tensor cores.
 
 As in `triton_msa_tiles`, whose decoding and labels these are, every lane loads what the MMAs want of it, and codes become bf16 in the
-registers they were loaded into. Here the warps share a block. Of the scores, a warp makes the keys of labels 32 r + 8 w .. + 7 (its
-n-tiles, as Triton deals them out). Of the output it makes the 32 dimensions from 32 w, and lane (g, t) of it four neighbouring ones, of the
-four keys of token quad t: 2, 4 or 8 bytes of V a key, and one scale for each key.
+registers they were loaded into. Here the warps share a block. Of the scores, a warp makes the keys of labels 16 r + 8 w .. + 7 (its
+n-tiles, as Triton deals them out). Of the output it makes 64 dimensions, and lane (g, t) of it eight neighbouring ones, of the four keys
+of token quad t: 4, 8 or 16 bytes of V a key, and one scale for each key. The weights go from one to the other through shared memory.
 
-Where Triton sees a join behind an operand, it numbers the k's of a lane in runs of four, and both fragments of the left operand must then be
-put together anew for every MMA. `_settle` keeps it from seeing, so that they are numbered in runs of two, whatever the format.
+Where Triton sees a join behind an operand, it numbers the k's of a lane in runs of four, and the fragments of the left operand must then
+be put together anew for every MMA. `_settle` keeps it from seeing: they are numbered in runs of two, whatever the format.
 
 Only bf16 rows are masked: they may lie outside of the tensor, or be NaN. Bytes of pages always are some finite number, and the weight of a
 key that the query does not see is zero.
@@ -17,9 +17,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_msa_tiles import FP8, INTERPRETED, NVFP4, OPERAND, PAGE, byte_scales, decoded_keys, e4m3_bytes, halves, key_order, nibbles
+from .triton_msa_tiles import (
+    FP8,
+    INTERPRETED,
+    NVFP4,
+    OPERAND,
+    PAGE,
+    block_scales,
+    byte_scales,
+    decoded_keys,
+    e4m3_bytes,
+    finite,
+    halves,
+    key_order,
+    nibbles,
+    rounded,
+)
 
-WARPS = tl.constexpr(int(__import__("os").environ.get("W", "2")))  # of a program
+WARPS = tl.constexpr(2)  # of a program
 LANES = tl.constexpr(32 * WARPS.value)
 PLACES = tl.constexpr(16 // WARPS.value)  # dimensions of V of a lane; n-tiles of a warp
 QUADS = tl.constexpr(8 * LANES.value)  # rows of V of which a lane loads a key each: 8 steps of 16 keys, warp, g, t
@@ -62,9 +77,9 @@ def load_keys(base, limit, token_stride, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def decode_keys(x, raw, FORMAT: tl.constexpr):
+def decode_keys(x, raw, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
     """Operand [128 dimensions in the order of labels, 128 keys]."""
-    tile = decoded_keys(x, raw, WARPS, PAGE // WARPS, FORMAT)  # rep, warp, g, t, w, h, i1, i0
+    tile = decoded_keys(x, raw, WARPS, PAGE // WARPS, FORMAT, ROUNDED)  # rep, warp, g, t, w, h, i1, i0
     # As `label_dims`, turned around: `tl.trans` after it would send the tile through shared memory.
     return _settle(tl.reshape(tl.permute(tile, [4, 6, 7, 3, 5, 0, 1, 2]), [128, PAGE]))
 
@@ -96,24 +111,27 @@ def load_values(base, limit, token_stride, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def decode_values(a, b, c, d, words, FORMAT: tl.constexpr):
+def decode_values(a, b, c, d, words, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
     """Operand [128 keys in the order of labels, 128 dimensions in the order of `natural_output`]."""
-    tile = tl.join(_value_pair(a, b, words, 0, FORMAT), _value_pair(c, d, words, 2, FORMAT))
+    tile = tl.join(_value_pair(a, b, words, 0, FORMAT, ROUNDED), _value_pair(c, d, words, 2, FORMAT, ROUNDED))
     tile = tl.reshape(tile, [PAGE // 16, WARPS, 8, 4, PLACES, 2, 2])  # step, warp, g, t, place, pair, b3
     return _settle(tl.reshape(tl.permute(tile, [0, 6, 3, 5, 4, 1, 2]), [PAGE, 128]))
 
 
 @triton.jit
-def _value_pair(a, b, words, FIRST: tl.constexpr, FORMAT: tl.constexpr):
+def _value_pair(a, b, words, FIRST: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
     """Two neighbouring keys of each quad, from key FIRST of it: [lanes, PLACES, 2]."""
     if FORMAT == NVFP4:
         place = tl.broadcast_to(tl.arange(0, 2)[None, :] + FIRST, [QUADS, 2])
-        scales = byte_scales(tl.broadcast_to(words[:, None], [QUADS, 2]), place)
+        words = tl.broadcast_to(words[:, None], [QUADS, 2])
+        scales = block_scales(finite(words >> (place * 8))) if ROUNDED else byte_scales(words, place)
         if PLACES == 4:
             pair = nibbles(tl.join(a, b), scales)  # [lanes, 2 keys, 2 i1, 2 i0]
         else:
             scales = tl.broadcast_to(scales[:, None, :], [QUADS, 2, 2])
             pair = nibbles(tl.join(halves(a), halves(b)), scales)  # [lanes, 2 halves, 2 keys, 2 i1, 2 i0]
+        if ROUNDED:
+            pair = rounded(pair)
         pair = tl.permute(tl.reshape(pair, [QUADS, PLACES // 4, 2, 4]), [0, 1, 3, 2])
     elif FORMAT == FP8:
         pair = e4m3_bytes(tl.join(a, b))  # [lanes, words, 2 keys, 2 i1, 2 i0]

@@ -108,6 +108,24 @@ and.b32 c, c, 0x80008000;
 or.b32 c, c, s;
 mul.rn.bf16x2 $3, c, k;
 }""")
+# bf16 values * 2^-7 rounded to E4M3 (to nearest even, saturating), as values * 2^-7 again.
+_ROUND_ASM = tl.constexpr("""{
+.reg .b32 l, h, s;
+.reg .b16 e;
+shl.b32 l, $1, 16;
+and.b32 h, $1, 0xFFFF0000;
+mul.rn.f32 l, l, 0f43000000;
+mul.rn.f32 h, h, 0f43000000;
+cvt.rn.satfinite.e4m3x2.f32 e, h, l;
+cvt.u32.u16 h, e;
+prmt.b32 h, h, h, 0x1100;
+shr.u32 s, h, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 h, h, 0x80008000;
+or.b32 h, h, s;
+mov.b32 s, 0x78007800;
+mul.rn.bf16x2 $0, h, s;
+}""")
 
 
 @triton.jit
@@ -147,6 +165,30 @@ def byte_scales(words, place):
     if INTERPRETED:
         return block_scales((words >> (place * 8)) & 0xFF)
     return tl.inline_asm_elementwise(_BYTE_SCALE_ASM, "=r,r,r,r,r", [words, place], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def finite(bits):
+    """E4M3 bits without a sign, and 0 for NaN."""
+    return tl.where(bits & 0x7F == 0x7F, 0, bits & 0x7F)
+
+
+@triton.jit
+def _round_fp32(x):
+    """fp32 rounded to E4M3, by integers."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 24576.0) - 24576.0  # 3 * 2^13: fp32 numbers there are 2^-9 apart
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
+
+
+@triton.jit
+def rounded(x):
+    """Values * 2^-7 read as E4M3: the re-rounded read of `quant.kv`."""
+    if INTERPRETED:
+        return _round_fp32(x * 128.0) * 0.0078125
+    return tl.inline_asm_elementwise(_ROUND_ASM, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -252,19 +294,23 @@ def _load_rows(base, at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr = False):
     """Operand [WARPS, KEYS, 128], dimensions in the order of labels, of raw bits in rows of (repetitions, warp, g, t)."""
-    return label_dims(decoded_keys(x, raw, WARPS, KEYS, FORMAT), WARPS, KEYS, FORMAT)
+    return label_dims(decoded_keys(x, raw, WARPS, KEYS, FORMAT, ROUNDED), WARPS, KEYS, FORMAT)
 
 
 @triton.jit
-def decoded_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """What `label_dims` takes: [KEYS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0]."""
+def decoded_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
+    """What `label_dims` takes: [KEYS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0]. ROUNDED: NVFP4 is read as E4M3."""
     if FORMAT == NVFP4:
-        place = tl.broadcast_to(tl.arange(0, 2)[None, :], [KEYS * WARPS * 4, 2])
-        scales = byte_scales(tl.broadcast_to(raw[:, None], [KEYS * WARPS * 4, 2]), place)  # of the two groups
+        first, second = raw & 0xFF, (raw >> 8) & 0xFF
+        if ROUNDED:
+            first, second = finite(first), finite(second)
+        scales = block_scales(tl.join(first, second))  # [lanes, 2 groups]
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
         tile = nibbles(halves(x), scales)
+        if ROUNDED:
+            tile = rounded(tile)
     elif FORMAT == FP8:
         tile = tl.reshape(e4m3_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
         tile = tl.permute(tile, [0, 2, 3, 4, 1, 5])
