@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
-from .triton_msa_attend import ROWS, attend_kernel, merge_kernel
+from .triton_msa_attend import ROWS, SUMS, attend_kernel, merge_kernel
 from .triton_msa_backward import PackedAttention
+from .triton_msa_blocks import WARPS
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
 from .triton_msa_rotate import HeadRows
@@ -26,16 +27,18 @@ SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
 EARLY = True
-# Chosen blocks of a chain of the attention: part of the arithmetic. Chains are programs of their own where queries times groups are no more
-# than SPLIT_ROWS for each multiprocessor. Swept on an H200.
-CHAIN = 4
-SPLIT_ROWS = 2
+# Chosen blocks whose results are joined before others are: part of the arithmetic. A program takes one block where that makes no more than
+# SPLIT programs for each multiprocessor, else such a group of blocks where queries times groups are no more than that, else all blocks.
+BLOCKS_TOGETHER = 4
+SPLIT = 4
 MERGE_HEADS = 4  # of a program
-ATTEND_REGISTERS = {0: None, 1: None, 2: None}
-AHEAD = {0: False, 1: True, 2: True}
+# V is loaded before there are scores, by format. Rows of bf16 fill the registers as it is.
+AHEAD = {0: False, 1: False, 2: True}
 
 
-def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
+def index_topk(
+    index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None, rounded: bool = False
+) -> Tensor:
     """`msa_ops.index_topk` on CUDA."""
     tokens, groups, _ = index_q.shape
     if out is None:
@@ -46,7 +49,7 @@ def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: Spar
         step = max(SCORE_TOKENS, SCORE_MEMORY // (groups * blocks))
     for first in range(0, tokens, step):
         part, rows = _part(batch, first, min(first + step, tokens))
-        scores = index_scores(index_q[rows], keys, part)
+        scores = index_scores(index_q[rows], keys, part, rounded=rounded)
         choose(scores, part.position, config, out[rows])
     return out
 
@@ -60,7 +63,7 @@ def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice]:
     return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), rows
 
 
-def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None) -> Tensor:
+def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None, rounded: bool = False) -> Tensor:
     """fp32 [T, G, blocks]: the largest score of each block up to the query's own; entries beyond are not written."""
     tokens, groups, _ = index_q.shape
     requests, blocks = batch.start.numel() - 1, _blocks(keys)
@@ -96,6 +99,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             KEYS=SCORE_KEYS[form],
             FORMAT=form,
             PAGED=paged,
+            ROUNDED=rounded and form == 2,
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
@@ -128,7 +132,7 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
         )
 
 
-def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, rounded: bool = False) -> Tensor:
     """`msa_ops.sparse_attention` on CUDA."""
     if isinstance(cache, Packed) and torch.is_grad_enabled() and any(t.requires_grad for t in (q, cache.keys, cache.values)):
         if q.shape[0] != cache.keys.shape[0]:
@@ -145,7 +149,7 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
             batch.position,
             scale,
         )
-    return attend(q, cache, chosen, batch, scale)[0]
+    return attend(q, cache, chosen, batch, scale, rounded=rounded)[0]
 
 
 def kv_insert(
@@ -195,7 +199,9 @@ def kv_insert(
     return q_out, index_q_out
 
 
-def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False, rounded: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
     tokens, heads, _ = q.shape
     groups, topk = chosen.shape[1:]
@@ -205,17 +211,18 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
         return out, sums
     if topk & (topk - 1):
         raise ValueError(f"the number of chosen blocks must be a power of two, got {topk}")
-    chain = min(CHAIN, topk)
-    chains = topk // chain
+    together = min(BLOCKS_TOGETHER, topk)
     rows = tokens * groups
-    split = chains > 1 and rows <= SPLIT_ROWS * _multiprocessors(q.device)
+    most = SPLIT * _multiprocessors(q.device)
+    unit = 1 if rows * topk <= most else together if rows <= most else topk
+    units = topk // unit
     keys, values, strides, table, form = _layout(cache)
     parts = state = None
-    if split:
-        parts = torch.empty(rows, chains, ROWS.value, DIM, dtype=torch.float32, device=q.device)
-        state = torch.empty(rows, chains, 2, ROWS.value, dtype=torch.float32, device=q.device)
+    if units > 1:
+        parts = torch.empty(rows, units, ROWS.value, DIM, dtype=torch.float32, device=q.device)
+        state = torch.empty(rows, units, ROWS.value, 1 + SUMS.value, dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        attend_kernel[(rows * chains if split else rows,)](
+        attend_kernel[(rows * units,)](
             q.contiguous(),
             keys,
             values,
@@ -233,27 +240,27 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
             G=groups,
             HEADS=heads // groups,
             TOPK=topk,
-            CHAIN=chain,
-            SPLIT=split,
+            GROUP=together,
+            UNIT=unit,
             LSE=lse,
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
-            FETCH=_fetch(cache, chain) if split else 0,
+            ROUNDED=rounded and form == 2,
             AHEAD=AHEAD[form],
-            num_warps=4,
+            num_warps=WARPS.value,
             num_stages=1,
-            maxnreg=ATTEND_REGISTERS[form],
             enable_fp_fusion=False,
             launch_pdl=EARLY and q.is_cuda,
         )
-        if split:
+        if units > 1:
             merge_kernel[(rows, triton.cdiv(heads // groups, MERGE_HEADS))](
                 parts,
                 state,
                 out,
                 sums,
                 HEADS=heads // groups,
-                CHAINS=chains,
+                GROUPS=topk // together,
+                PARTS=max(1, together // unit),
                 SHARE=MERGE_HEADS,
                 LSE=lse,
                 FORMAT=form,
@@ -262,14 +269,6 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
                 launch_pdl=EARLY and q.is_cuda,
             )
     return out, sums
-
-
-def _fetch(cache: Pages | Packed, chain: int) -> int:
-    """Bytes of a block of one head that each of the 128 lanes of a program asks for, when it takes `chain` blocks; 0 for packed keys."""
-    if isinstance(cache, Packed):
-        return 0
-    size = cache.data.stride(1) * cache.data.element_size() * (2 if cache.data.dtype == torch.uint8 else 1)
-    return size * chain // 128
 
 
 def _layout(cache: Pages | Packed) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, int]:

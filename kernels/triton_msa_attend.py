@@ -1,13 +1,13 @@
 """MSA attention on CUDA, forward: a query's 16 heads of one KV group over its chosen blocks.
 
-**One order.** The chosen blocks of a query are taken in chains of four, as in flash attention: a block's 128 scores, the new maximum, the
-weights, their product with V. The chains' results (maximum, sum, weighted values) are joined one after the other, in the order of their
-blocks. Nothing of it depends on any other query, nor on who does it: where queries are many, one program takes all chains of a query and
-KV group; where they are few, one program takes one chain, and `merge_kernel` joins them by the same operations in the same order. Multiply and
-add are never contracted, so that kernels for other formats of pages round alike.
+**One order.** Each chosen block has a result of its own: the maximum of its 128 scores, the sums of its weights, its weighted values.
+The results of four neighbouring blocks are joined one after the other, and then those of such groups of blocks. Nothing of it depends on
+any other query, nor on who does it: where queries are many, one program takes all blocks of a query and KV group; where they are fewer, a
+program takes a group of blocks, or a single block, and `merge_kernel` does what is left by the same operations in the same order.
+Multiply and add are never contracted, so that kernels for other formats of pages round alike.
 
-A program has four warps, which share a block (`triton_msa_blocks`). Where it takes one chain, it first asks for all its blocks' pages
-to come to the L2 cache.
+A program has two warps, which share a block (`triton_msa_blocks`). Of NVFP4 pages, the next block's keys are loaded while the present one's
+values are at work.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_msa_blocks import LANES, decode_keys, decode_values, load_keys, load_values, natural_output, prefetch
-from .triton_msa_tiles import BF16, INTERPRETED, OPERAND, PAGE, key_of_label, label_query, unit
+from .triton_msa_blocks import PLACES, WARPS, decode_keys, decode_values, load_keys, load_values, natural_output
+from .triton_msa_tiles import BF16, INTERPRETED, NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
+SUMS = tl.constexpr(4 * WARPS.value)  # sums of a head's weights, one for each lane that has its scores
 
 
 @triton.jit
@@ -29,21 +30,31 @@ def _finite(x):
 
 
 @triton.jit
-def _join(top, total, values, other_top, other_total, other_values):
-    """Results of two sets of keys as one."""
+def _join(top, sums, values, other_top, other_sums, other_values):
+    """Results of two sets of keys as one: maxima [ROWS], sums [ROWS, SUMS], weighted values [ROWS, 128]."""
     new_top = tl.maximum(top, other_top)
-    share = tl.exp2(top - _finite(new_top))
-    other_share = tl.exp2(other_top - _finite(new_top))
-    total = total * share + other_total * other_share
-    return new_top, total, values * share[:, None] + other_values * other_share[:, None]
+    share = tl.exp2(top - _finite(new_top))[:, None]
+    other_share = tl.exp2(other_top - _finite(new_top))[:, None]
+    return new_top, sums * share + other_sums * other_share, values * share + other_values * other_share
 
 
 @triton.jit
-def _finish(top, total, values, FORMAT: tl.constexpr):
+def _added(x, N: tl.constexpr):
+    """[ROWS, N] to [ROWS], neighbours first: in one order, wherever the elements are."""
+    if N == 1:
+        return tl.reshape(x, [x.shape[0]])
+    else:
+        a, b = tl.split(tl.reshape(x, [x.shape[0], N // 2, 2]))
+        return _added(a + b, N // 2)
+
+
+@triton.jit
+def _finish(top, sums, values, FORMAT: tl.constexpr):
     """(output in the order of `natural_output`, log2 of the softmax's sum)."""
+    total = _added(sums, SUMS)
     inverse = tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32) * unit(FORMAT), tl.where(total > 0, total, 1.0))
     lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-    return values * inverse[:, None], lse
+    return values * inverse[:, None] + 0.0, lse  # 0.0 for -0.0, which an empty set of keys makes 0.0 when it is joined
 
 
 @triton.jit
@@ -66,8 +77,8 @@ def attend_kernel(
     chosen_ptr,  # int32 [T, G, TOPK]
     out_ptr,  # [T, G * HEADS, 128]
     lse_ptr,  # fp32 [T, G * HEADS]: log2 of the softmax's sum, of scores in powers of two
-    part_ptr,  # fp32 [T, G, TOPK / CHAIN, 16, 128]: weighted values of the chains, where they are programs of their own
-    state_ptr,  # fp32 [T, G, TOPK / CHAIN, 2, 16]: their maxima and sums
+    part_ptr,  # fp32 [T, G, TOPK / UNIT, 16, 128]: weighted values of the programs, where a query has several
+    state_ptr,  # fp32 [T, G, TOPK / UNIT, 16, 1 + SUMS]: their maxima and sums
     page_stride,
     token_stride,
     head_stride,
@@ -76,26 +87,22 @@ def attend_kernel(
     G: tl.constexpr,
     HEADS: tl.constexpr,
     TOPK: tl.constexpr,
-    CHAIN: tl.constexpr,
-    SPLIT: tl.constexpr,  # a program takes one chain
+    GROUP: tl.constexpr,  # blocks whose results are joined before others are
+    UNIT: tl.constexpr,  # blocks of a program: 1, GROUP or TOPK
     LSE: tl.constexpr,
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
-    FETCH: tl.constexpr,  # bytes of a block that each lane asks for
+    ROUNDED: tl.constexpr,  # NVFP4 is read as E4M3
     AHEAD: tl.constexpr,  # V is loaded before there are scores
 ):
-    """One query token and KV group, or one chain of it, a program."""
+    """One query token and KV group, or some blocks of it, a program."""
     if not INTERPRETED:
         gdc_wait()
-    CHAINS: tl.constexpr = TOPK // CHAIN
-    if SPLIT:
-        program = tl.program_id(0).to(tl.int64)
-        row, chain = program // CHAINS, (program % CHAINS).to(tl.int32)
-        end_chain = chain + 1
-        if not INTERPRETED:
+        if UNIT < TOPK:
             gdc_launch_dependents()
-    else:
-        row, chain, end_chain = tl.program_id(0).to(tl.int64), 0, CHAINS
+    program = tl.program_id(0).to(tl.int64)
+    row = program // (TOPK // UNIT)
+    first = (program % (TOPK // UNIT)).to(tl.int32) * UNIT
     token, group = row // G, row % G
     chosen_ptr += row * TOPK
     position = tl.load(position_ptr + token)
@@ -103,57 +110,61 @@ def attend_kernel(
     table_ptr += request * table_stride if PAGED else request
     keys_ptr += group * head_stride
     values_ptr += group * head_stride
-    if SPLIT and FETCH > 0:
-        lane = tl.arange(0, LANES)
-        wanted = tl.load(chosen_ptr + chain * CHAIN + lane * CHAIN // LANES)
-        page = tl.load(table_ptr + tl.maximum(wanted, 0)).to(tl.int64)
-        address = (keys_ptr + page * page_stride).to(tl.int64) + lane % (LANES // CHAIN) * FETCH
-        prefetch(address, tl.where(wanted >= 0, FETCH, 0))
+    block = tl.load(chosen_ptr + first)
+    offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
     head = tl.arange(0, ROWS)
     at = (row * HEADS + head)[:, None] * 128 + tl.arange(0, 128)[None, :]
     query = tl.load(query_ptr + at, mask=(head < HEADS)[:, None], other=0.0).to(OPERAND)
     query = label_query(query, ROWS, BF16)
     places = tl.sum((tl.load(chosen_ptr + tl.arange(0, TOPK)) >= 0).to(tl.int32), axis=0)
+    end = tl.minimum(first + UNIT, places)
 
+    NEXT: tl.constexpr = UNIT > 1 and FORMAT == NVFP4  # bf16 rows would not fit into registers
+    x, raw = load_keys(keys_ptr + offset, tl.where(first < end, position + 1 - block * PAGE, 0), token_stride, FORMAT)
     all_top = tl.full([ROWS], float("-inf"), tl.float32)
-    all_total = tl.zeros([ROWS], tl.float32)
+    all_sums = tl.zeros([ROWS, SUMS], tl.float32)
     all_values = tl.zeros([ROWS, 128], tl.float32)
-    while chain < end_chain:
+    for group_first in range(first, first + UNIT, GROUP):
         top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, SUMS], tl.float32)
         values = tl.zeros([ROWS, 128], tl.float32)
-        for place in range(chain * CHAIN, tl.minimum(chain * CHAIN + CHAIN, places)):
-            block = tl.load(chosen_ptr + place)
-            offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
+        for place in range(group_first, tl.minimum(group_first + GROUP, end)):
+            if UNIT > 1 and not NEXT:
+                block = tl.load(chosen_ptr + place)
+                offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
+                x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
             limit = position + 1 - block * PAGE
-            x, raw = load_keys(keys_ptr + offset, limit, token_stride, FORMAT)
             if AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
-            scores = tl.dot(query, decode_keys(x, raw, FORMAT))
-            scores = tl.where((key_of_label(PAGE) < limit)[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
-            origin = _finite(new_top)
-            shrink = tl.exp2(top - origin)
+            scores = tl.dot(query, decode_keys(x, raw, FORMAT, ROUNDED))
             if not AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
-            weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(-origin[:, None], scores.shape)))
-            total = total * shrink + tl.sum(weights, axis=1)
-            values = tl.dot(weights.to(OPERAND), decode_values(a, b, c, d, words, FORMAT), values * shrink[:, None])
-            top = new_top
-        if SPLIT:
-            all_top, all_total, all_values = top, total, values
+            if NEXT and place + 1 < end:
+                block = tl.load(chosen_ptr + place + 1)
+                offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
+                x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
+            if limit < PAGE:
+                scores = tl.where((key_of_label(PAGE) < limit)[None, :], scores, float("-inf"))
+            block_top = tl.max(scores, axis=1) * factor
+            origin = -_finite(block_top)
+            weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
+            # Of each lane: they need not meet before the end.
+            block_sums = tl.sum(tl.sum(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]), axis=3), axis=1)
+            block_values = tl.dot(weights.to(OPERAND), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
+            top, sums, values = _join(top, sums, values, block_top, block_sums, block_values)
+        if UNIT < TOPK:
+            all_top, all_sums, all_values = top, sums, values
         else:
-            all_top, all_total, all_values = _join(all_top, all_total, all_values, top, total, values)
-        chain += 1
+            all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
 
-    if SPLIT:
-        state_ptr += tl.program_id(0).to(tl.int64) * 2 * ROWS
-        tl.store(state_ptr + head, all_top)
-        tl.store(state_ptr + ROWS + head, all_total)
-        part_ptr += tl.program_id(0).to(tl.int64) * ROWS * 128
+    if UNIT < TOPK:
+        state_ptr += (program * ROWS + head) * (1 + SUMS)
+        tl.store(state_ptr, all_top)
+        tl.store(state_ptr[:, None] + 1 + tl.arange(0, SUMS)[None, :], all_sums)
+        part_ptr += program * ROWS * 128
         tl.store(part_ptr + head[:, None] * 128 + tl.arange(0, 128)[None, :], all_values)
     else:
-        out, lse = _finish(all_top, all_total, all_values, FORMAT)
+        out, lse = _finish(all_top, all_sums, all_values, FORMAT)
         tl.store(out_ptr + at, natural_output(out, ROWS).to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
         if LSE:
             tl.store(lse_ptr + row * HEADS + head, lse, mask=head < HEADS)
@@ -166,7 +177,8 @@ def merge_kernel(
     out_ptr,
     lse_ptr,
     HEADS: tl.constexpr,
-    CHAINS: tl.constexpr,
+    GROUPS: tl.constexpr,  # of blocks of a query
+    PARTS: tl.constexpr,  # of a group
     SHARE: tl.constexpr,  # heads of a program
     LSE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -177,17 +189,26 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
     dim = tl.arange(0, 128)
-    state_ptr += row * CHAINS * 2 * ROWS
-    part_ptr += row * CHAINS * ROWS * 128
-    top = tl.full([SHARE], float("-inf"), tl.float32)
-    total = tl.zeros([SHARE], tl.float32)
-    values = tl.zeros([SHARE, 128], tl.float32)
-    for chain in tl.static_range(CHAINS):
-        other_top = tl.load(state_ptr + chain * 2 * ROWS + head)
-        other_total = tl.load(state_ptr + (chain * 2 + 1) * ROWS + head)
-        other = tl.load(part_ptr + (head + chain * ROWS)[:, None] * 128 + dim[None, :])
-        top, total, values = _join(top, total, values, other_top, other_total, other)
-    out, lse = _finish(top, total, values, FORMAT)
+    state_ptr += (row * GROUPS * PARTS * ROWS + head) * (1 + SUMS)
+    part_ptr += (row * GROUPS * PARTS * ROWS + head[:, None]) * 128 + dim[None, :]
+    all_top = tl.full([SHARE], float("-inf"), tl.float32)
+    all_sums = tl.zeros([SHARE, SUMS], tl.float32)
+    all_values = tl.zeros([SHARE, 128], tl.float32)
+    for group in tl.static_range(GROUPS):
+        top = tl.full([SHARE], float("-inf"), tl.float32)
+        sums = tl.zeros([SHARE, SUMS], tl.float32)
+        values = tl.zeros([SHARE, 128], tl.float32)
+        for part in tl.static_range(PARTS):
+            place = (group * PARTS + part) * ROWS
+            part_top = tl.load(state_ptr + place * (1 + SUMS))
+            part_sums = tl.load(state_ptr[:, None] + place * (1 + SUMS) + (1 + tl.arange(0, SUMS))[None, :])
+            part_values = tl.load(part_ptr + place * 128)
+            if PARTS == 1:
+                top, sums, values = part_top, part_sums, part_values
+            else:
+                top, sums, values = _join(top, sums, values, part_top, part_sums, part_values)
+        all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
+    out, lse = _finish(all_top, all_sums, all_values, FORMAT)
     at = (row * HEADS + head)[:, None] * 128 + dim[None, :]
     tl.store(out_ptr + at, natural_output(out, SHARE).to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
     if LSE:
