@@ -5,9 +5,9 @@ to each rank that owns an expert of it, the fp32 row of each (token, expert) com
 the rows up in ascending order of expert, as `moe` does. So a token's result is that of `moe`, bit for bit, wherever its experts are.
 
 What that costs: a result row is 4 H bytes where the token was 2 H. A rank's own sum over several experts of one token could travel in
-their place only where it begins the token's sum, because fp32 sums have an order: with two ranks and four experts that would be one in
-four rows less on average, and none less on the busier direction's way from the rank of the upper experts to that of the lower ones.
-So rows travel as they are, and travel behind the computing instead.
+their place only where it begins the token's sum, because fp32 sums have an order. With two ranks, four experts a token and uniform
+routes that would save three rows in ten, but one in ten on the busier way, from the rank of the upper experts to that of the lower ones,
+and that way is the one waited for. So rows travel as they are, and travel behind the computing.
 
 The pipeline is over experts, not tokens: a rank computes its range in `parts`, while tokens that only later parts need still come and
 rows of earlier parts already go. Each packed weight is read once, tiles stay full, and an adapter's gradient is one sum. The gradient

@@ -35,7 +35,10 @@ class PeerMemory:
         device = torch.device("cuda", torch.cuda.current_device())
         self.local = symmetric.empty(shape, dtype=dtype, device=device)
         self._handle = symmetric.rendezvous(self.local, group)
-        self.addresses = torch.tensor(list(self._handle.buffer_ptrs), dtype=torch.int64, device=device)
+        addresses = [self.of(rank).data_ptr() for rank in range(dist.get_world_size(group))]
+        if addresses[dist.get_rank(group)] != self.local.data_ptr():
+            raise RuntimeError("symmetric memory is mapped at another address than its tensor has")
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.local.zero_()
         self.barrier(0)
 

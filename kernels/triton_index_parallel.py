@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_msa_tiles import INTERPRETED
+from .triton_tiles import INTERPRETED
 
 ID_BITS = tl.constexpr(22)
 LAST_ID = tl.constexpr((1 << 22) - 1)

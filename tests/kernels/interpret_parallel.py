@@ -1,21 +1,28 @@
 """The kernels that exchange rows and candidates between GPUs, on CPU: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_parallel`.
 
-One process plays all ranks: their memory is CPU tensors, addressed as peer memory is, and each step is done for every rank before the
-next. What is shown is addresses, tags, orders and masks; that ranks wait for one another is left to tests/gpu.
+Three processes of a gloo group map each other's memory from files and address it as GPUs address peer memory, so that they wait for one
+another as GPUs do, by tags and by barriers, and run ahead of one another where they may. Streams are the one thing that is missing: what
+a call gives to its side stream is done at once. The same ranks then train through gloo, with the kernels. All is compared with one
+process that has all tokens, experts and pages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from samebits.kernels import expert_pairs, expert_parallel, moe_fused, msa_ops, triton_moe, triton_moe_grad, triton_msa
 from samebits.kernels.activation import SwiGLU
 from samebits.kernels.expert_pairs import some_experts
-from samebits.kernels.expert_peers import PeerExperts, _Work
+from samebits.kernels.expert_peers import PeerExperts
 from samebits.kernels.expert_routes import owned
 from samebits.kernels.expert_tiles import pack_experts
 from samebits.kernels.index_parallel import exchange
@@ -30,8 +37,14 @@ from tests.support.msa_cases import make
 from tests.support.ranks import on_ranks
 from tests.support.spread_pages import spread
 
-H, WIDTH, E, TOP, R, SLOTS, ROOM = 144, 48, 5, 3, 4, 2, 5
-TOKENS = {2: (5, 3), 3: (4, 0, 2)}
+WORLD, TOKENS, ROOM = 3, (3, 0, 2), 4
+H, WIDTH, E, TOP, R, SLOTS = 80, 32, 4, 2, 4, 2
+ACT = SwiGLU()
+FOLDER = "SAMEBITS_MAPPED"  # where the ranks find each other's memory
+# (new tokens, all tokens) of each call of the indexer, and its configuration; the rows of an inbox are used more and less often.
+CONTEXTS = (([1, 1], [1000, 200]), ([2], [1100]), ([1, 1], [900, 1]), ([1], [600]), ([1], [1300]))
+CONFIGS = (SparseConfig(topk=4), SparseConfig(topk=4, init_blocks=1, local_blocks=2))
+CALLS = ((1, True, False), (3, True, True))  # of the experts: parts, adapters, slots
 
 
 def check(name: str, condition: bool) -> None:
@@ -40,38 +53,33 @@ def check(name: str, condition: bool) -> None:
         raise SystemExit(f"{name}: differs")
 
 
-def shared(tensors: list[torch.Tensor]) -> list[SimpleNamespace]:
-    """Peer memory of ranks that are none."""
-    addresses = torch.tensor([t.data_ptr() for t in tensors])
-    return [SimpleNamespace(local=t, addresses=addresses, barrier=lambda channel: None) for t in tensors]
+class Mapped:
+    """Peer memory (`kernels.peer_memory.Shared`) that is files."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: float) -> None:
+        """Of every rank, its own full of `fill`."""
+        size = torch.Size(shape).numel()
+        whole = [torch.from_file(f"{os.environ[FOLDER]}/{name}{r}", True, size, dtype=dtype).view(shape) for r in range(WORLD)]
+        self.whole, self.local = whole, whole[dist.get_rank()]
+        self.local.fill_(fill)
+        self.addresses = torch.tensor([t.data_ptr() for t in whole])
+        self.barrier(0)
+
+    def barrier(self, channel: int) -> None:
+        """Of all ranks."""
+        dist.barrier()
 
 
-def inboxes(world: int, room: int, topk: int) -> list[SimpleNamespace]:
-    """One for each rank, full of what the tags of other calls may have left."""
-    memory = shared([torch.full((2, world, room, topk), 501 << 54) for _ in range(world)])
-    return [
-        SimpleNamespace(shared=m, words=m.local, room=room, addresses=m.addresses, calls=torch.zeros(room, dtype=torch.int32))
-        for m in memory
-    ]
+class Line:
+    """A stream on which everything is done already."""
 
+    def wait_stream(self, other: Line) -> None:
+        """Nothing to wait for."""
 
-def choices() -> None:
-    """Several calls over the same inboxes: other queries, other contexts, fewer rows, and past the end of the count of calls."""
-    for world, config in ((2, SparseConfig()), (3, SparseConfig(topk=8, init_blocks=1, local_blocks=2))):
-        boxes = inboxes(world, 8, config.topk)
-        for box in boxes:
-            box.calls += 998
-        for seed, (new, total) in enumerate((([1, 1], [2306, 200]), ([2], [3500]), ([1, 1], [2306, 1]), ([1], [1000]))):
-            case = make(new, total, "nvfp4", groups=2, heads=2, integers=True, seed=seed)
-            want = msa_ops.index_topk(case.index_q, case.index, case.batch, config)
-            dealt = spread(case.index, case.batch, world)
-            scores = [triton_msa.index_scores(case.index_q, keys, share.local) for keys, share in dealt]
-            out = [torch.full_like(want, -7) for _ in dealt]
-            for send in (True, False):
-                for (_, share), s, box, o in zip(dealt, scores, boxes, out, strict=True):
-                    exchange(s, share, config, box, o, send=send, merge=not send)
-            for o in out:
-                check(f"choice on {world} ranks, call {seed}", torch.equal(o, want))
+    wait_event = wait_stream
+
+    def record_event(self) -> None:
+        """Nothing to record."""
 
 
 def small_tiles() -> None:
@@ -81,9 +89,9 @@ def small_tiles() -> None:
     moe_fused.back_cut = triton_moe_grad.back_cut = lambda pairs, experts: BackCut(16, 32, 4, 3)
 
 
-def layer(world: int):
-    """(tokens of each rank, tiles, adapters, x, ids, weights, slots) of all ranks together; a token may choose an expert twice."""
-    g = torch.Generator().manual_seed(world)
+def layer() -> tuple[list, ExpertLoRA]:
+    """Tiles and adapters, every expert and slot of a size of its own."""
+    g = torch.Generator().manual_seed(0)
     size = torch.arange(1.0, E + 1)[:, None, None]
     w13 = nvfp4.quantize(torch.randn(E, 2 * WIDTH, H, generator=g) * size / H**0.5)
     w2 = nvfp4.quantize(torch.randn(E, H, WIDTH, generator=g) / size / WIDTH**0.5)
@@ -93,97 +101,121 @@ def layer(world: int):
         a, b = torch.randn(SLOTS, E, R, k, generator=g) * slot / k**0.5, torch.randn(SLOTS, E, n, R, generator=g) * 0.3 * size
         return LoRA(a.bfloat16(), b.bfloat16())
 
-    lora = ExpertLoRA(pair(WIDTH, H), pair(WIDTH, H), pair(H, WIDTH))
-    tokens = TOKENS[world]
-    count = sum(tokens)
-    x = torch.randn(count, H, generator=g).bfloat16()
-    ids, weights = torch.randint(0, E, (count, TOP), generator=g), torch.rand(count, TOP, generator=g)
-    return tokens, (pack_experts(w13), pack_experts(w2)), lora, x, ids, weights, torch.randint(-1, SLOTS, (count,), generator=g)
+    return [pack_experts(w13), pack_experts(w2)], ExpertLoRA(pair(WIDTH, H), pair(WIDTH, H), pair(H, WIDTH))
 
 
-def shard(tiles, lora: ExpertLoRA, world: int, rank: int):
-    """A rank's experts and adapters."""
-    first, end = owned(E, world, rank)
-    return [some_experts(t, first, end) for t in tiles], ExpertLoRA(*(LoRA(p.a[:, first:end], p.b[:, first:end]) for p in lora))
+def batch(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, ids, weights and slots of all ranks; a token may choose an expert twice."""
+    g = torch.Generator().manual_seed(seed)
+    count = sum(TOKENS)
+    x, weights = torch.randn(count, H, generator=g).bfloat16(), torch.rand(count, TOP, generator=g)
+    return x, torch.randint(0, E, (count, TOP), generator=g), weights, torch.randint(-1, SLOTS, (count,), generator=g)
 
 
-def experts_over_peer_memory() -> None:
-    """Every step for all ranks, against one that has all tokens and experts, twice over the same memory and in several parts."""
-    act = SwiGLU()
-    for world in TOKENS:
-        tokens, tiles, lora, x, ids, weights, slots = layer(world)
-        rows = shared([torch.full((world * ROOM, H), float("nan")).bfloat16() for _ in tokens])
-        routes = shared([torch.full((ROOM, TOP + 1), 9, dtype=torch.int32) for _ in tokens])
-        results = shared([torch.full((ROOM * TOP, H), float("nan")) for _ in tokens])
-        peers = [PeerExperts.__new__(PeerExperts) for _ in tokens]
-        for rank, p in enumerate(peers):
-            p._set_up(E, ROOM, world, rank, rows[rank], routes[rank], results[rank])
-        for parts, adapted, slotted in ((1, True, True), (3, False, False), (3, True, True)):
-            want = moe_fused.fused_experts(x, *tiles, ids, weights, act, lora if adapted else None, slots if slotted else None, False)
-            works, begin = [], 0
-            for rank, p in enumerate(peers):
-                mine = slice(begin, begin + tokens[rank])
-                begin = mine.stop
-                (w13, w2), own = shard(tiles, lora, world, rank)
-                slot = slots[mine] if slotted else None
-                works.append((_Work(p, x[mine], w13, w2, ids[mine], act, own if adapted else None, slot, parts), weights[mine]))
-            for step in ("publish", "plan"):
-                for work, _ in works:
-                    getattr(work, step)()
-            check("parts", max(work.parts for work, _ in works) == parts)
-            for step in ("pull", "compute", "push"):
-                for work, _ in works:
-                    for part in range(work.parts):
-                        getattr(work, step)(part)
-            have = torch.cat([work.combine(w) for work, w in works])
-            check(f"experts over peer memory, {world} ranks, {parts} parts", torch.equal(have, want))
+def gradients(call, x: Tensor, weights: Tensor, lora: ExpertLoRA, scale: Tensor) -> list[Tensor]:
+    """Output, and the gradients of x, weights and the six adapter tensors."""
+    leaves = [t.clone().requires_grad_() for t in (x, weights, *(t for p in lora for t in p))]
+    out = call(leaves[0], leaves[1], ExpertLoRA(*(LoRA(a, b) for a, b in zip(leaves[2::2], leaves[3::2], strict=True))))
+    (out.float() * scale[:, None]).sum().backward()
+    return [out.detach(), *(t.grad for t in leaves)]
 
 
-def over_gloo(rank: int, world: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Output and gradients of a rank, by the kernels."""
-    small_tiles()
-    for module in (expert_pairs, expert_parallel):
-        module.takes_kernels = lambda *_: True
-    tokens, tiles, lora, x, ids, weights, slots = layer(world)
-    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-    shards, own = shard(tiles, lora, world, rank)
+def case_of(call: int):
+    """A call's pages and queries."""
+    return make(*CONTEXTS[call], "nvfp4", groups=2, heads=2, integers=True, seed=call)
+
+
+def choices(rank: int) -> list[Tensor]:
+    """Every call with every configuration, past the end of the count of calls; no rank waits for another but by the tags."""
+    found = []
+    for number, config in enumerate(CONFIGS):
+        memory = Mapped(f"inbox{number}", (2, WORLD, 8, config.topk), torch.int64, 501 << 54)
+        calls = torch.full((8,), 998, dtype=torch.int32)
+        inbox = SimpleNamespace(shared=memory, words=memory.local, room=8, addresses=memory.addresses, calls=calls)
+        for call in range(len(CONTEXTS)):
+            case = case_of(call)
+            keys, share = spread(case.index, case.batch, WORLD)[rank]
+            scores = triton_msa.index_scores(case.index_q, keys, share.local)
+            out = torch.full((*case.index_q.shape[:2], config.topk), -7, dtype=torch.int32)
+            if (rank, call) == (1, 1):  # the others have what they need of this rank, and go on to their next call
+                exchange(scores, share, config, inbox, out, send=True, merge=False)
+                time.sleep(1)
+                exchange(scores, share, config, inbox, out, send=False, merge=True)
+            else:
+                exchange(scores, share, config, inbox, out, send=True, merge=True)
+            found.append(out)
+    return found
+
+
+def peer_calls(rank: int, mine: slice, shards: list, own: ExpertLoRA) -> list[Tensor]:
+    """Calls over the same memory, which holds NaN where nobody wrote."""
+    torch.cuda.current_stream, torch.cuda.stream = Line, lambda line: contextlib.nullcontext()
+    peers = PeerExperts.__new__(PeerExperts)
+    nan = float("nan")
+    rows, results = (Mapped(n, s, t, nan) for n, s, t in (("x", (WORLD * ROOM, H), torch.bfloat16), ("y", (ROOM * TOP, H), torch.float32)))
+    peers._set_up(E, ROOM, WORLD, rank, rows, Mapped("routes", (ROOM, TOP + 1), torch.int32, 9), results)
+    peers.side = Line()
+    found = []
+    for seed, (parts, adapted, slotted) in enumerate(CALLS):
+        x, ids, weights, slots = (t[mine] for t in batch(seed))
+        found.append(peers(x, *shards, ids, weights, ACT, own if adapted else None, slots if slotted else None, parts))
+    return found
+
+
+def trained(mine: slice, shards: list, own: ExpertLoRA) -> list[Tensor]:
+    """Output and gradients of a rank over gloo, by the kernels."""
+    expert_pairs.takes_kernels = expert_parallel.takes_kernels = lambda *_: True
+    x, ids, weights, slots = (t[mine] for t in batch(0))
     found = []
     for recompute in (False, True):
-        leaves = [t.clone().requires_grad_() for t in (x[mine], weights[mine], *(t for p in own for t in p))]
-        adapter = ExpertLoRA(*(LoRA(a, b) for a, b in zip(leaves[2::2], leaves[3::2], strict=True)))
-        out = expert_parallel.expert_parallel_moe(
-            leaves[0], *shards, ids[mine], leaves[1], SwiGLU(), adapter, slots[mine], experts=E, parts=2, recompute=recompute
-        )
-        (out.float() * torch.arange(1.0, sum(tokens) + 1)[mine, None]).sum().backward()
-        found.append((out.detach(), [t.grad for t in leaves]))
-    check("recomputing", all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)))
+
+        def call(x: Tensor, w: Tensor, a: ExpertLoRA, recompute: bool = recompute) -> Tensor:
+            run = expert_parallel.expert_parallel_moe
+            return run(x, *shards, ids, w, ACT, a, slots, experts=E, parts=2, recompute=recompute)
+
+        found.append(gradients(call, x, weights, own, torch.arange(1.0, sum(TOKENS) + 1)[mine]))
+    check("recomputing", all(torch.equal(a, b) for a, b in zip(*found, strict=True)))
     return found[0]
 
 
-def training_over_gloo() -> None:
-    """Bits of output and gradients of one rank that has all."""
-    world = 2
-    tokens, tiles, lora, x, ids, weights, slots = layer(world)
-    leaves = [t.clone().requires_grad_() for t in (x, weights, *(t for p in lora for t in p))]
-    adapter = ExpertLoRA(*(LoRA(a, b) for a, b in zip(leaves[2::2], leaves[3::2], strict=True)))
-    out = moe_fused.fused_experts(leaves[0], *tiles, ids, leaves[1], SwiGLU(), adapter, slots, False)
-    (out.float() * torch.arange(1.0, sum(tokens) + 1)[:, None]).sum().backward()
-    with tempfile.TemporaryDirectory() as folder:
-        results = on_ranks(world, over_gloo, Path(folder))
-    check("output over gloo", torch.equal(torch.cat([r[0] for r in results]), out))
-    for i, leaf in enumerate(leaves):
-        have = torch.cat([r[1][i] for r in results], 0 if i < 2 else 1)
-        check(f"gradient {i} over gloo", torch.equal(have, leaf.grad) and leaf.grad.any())
+def worker(rank: int, world: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """All that a rank computes."""
+    small_tiles()
+    tiles, lora = layer()
+    first, end = owned(E, world, rank)
+    mine = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+    shards, own = [some_experts(t, first, end) for t in tiles], ExpertLoRA(*(LoRA(p.a[:, first:end], p.b[:, first:end]) for p in lora))
+    return choices(rank), peer_calls(rank, mine, shards, own), trained(mine, shards, own)
 
 
 def main() -> None:
-    """All cases."""
+    """Start the ranks and compare."""
     if not INTERPRETED:
         raise SystemExit("set TRITON_INTERPRET=1")
     small_tiles()
-    choices()
-    experts_over_peer_memory()
-    training_over_gloo()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER] = folder
+        results = on_ranks(WORLD, worker, Path(folder))
+    for number, config in enumerate(CONFIGS):
+        for call in range(len(CONTEXTS)):
+            case = case_of(call)
+            want = msa_ops.index_topk(case.index_q, case.index, case.batch, config)
+            for chosen, _, _ in results:
+                check(f"choice {number}, call {call}", torch.equal(chosen[number * len(CONTEXTS) + call], want))
+    tiles, lora = layer()
+    for seed, (_, adapted, slotted) in enumerate(CALLS):
+        x, ids, weights, slots = batch(seed)
+        want = moe_fused.fused_experts(x, *tiles, ids, weights, ACT, lora if adapted else None, slots if slotted else None, False)
+        check(f"experts over peer memory, call {seed}", torch.equal(torch.cat([calls[seed] for _, calls, _ in results]), want))
+    x, ids, weights, slots = batch(0)
+
+    def one(x: Tensor, w: Tensor, a: ExpertLoRA) -> Tensor:
+        return moe_fused.fused_experts(x, *tiles, ids, w, ACT, a, slots, False)
+
+    wants = gradients(one, x, weights, lora, torch.arange(1.0, sum(TOKENS) + 1))
+    for i, want in enumerate(wants):
+        have = torch.cat([one[i] for _, _, one in results], 0 if i < 3 else 1)
+        check(f"trained tensor {i}", torch.equal(have, want) and bool(want.any()))
     print("same results")
 
 

@@ -86,6 +86,7 @@ def test_every_pair_is_computed_once_and_comes_home(case):
             assert have == [((home, t, int(e)), float(w)) for e, w in zip(ids[home, t], weights[home, t], strict=True)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 8))
 def test_ranges_cover_all_experts_in_order(experts, world, parts):
     ranges = [owned(experts, world, r) for r in range(world)]

@@ -9,12 +9,14 @@ from samebits.kernels.expert_routes import owned
 from samebits.kernels.expert_tiles import pack_experts
 from samebits.kernels.linear import LoRA
 from samebits.kernels.moe import ExpertLoRA, moe
+from samebits.kernels.triton_moe import Cut
+from samebits.kernels.triton_moe_grad import BackCut
 from samebits.quant import nvfp4
 from tests.support.ranks import on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
 ACT = SwiGLU()
-H, WIDTH, E, TOP, R, SLOTS = 512, 256, 10, 4, 32, 2
+H, WIDTH, E, TOP, R, SLOTS = 6144, 3072, 10, 4, 32, 2
 # name: tokens of each rank, adapters, slots, all tokens to the experts of one rank
 CASES = {
     "base": ((33, 20), False, False, False),
@@ -68,16 +70,20 @@ def gradients(call, x, weights, lora, scale):
 
 def worker(rank: int, world: int) -> dict:
     """Which things are equal to one rank's, by name."""
+    from samebits.kernels import moe_fused, triton_moe, triton_moe_grad
     from samebits.kernels.expert_parallel import expert_parallel_moe
     from samebits.kernels.expert_peers import PeerExperts
 
+    # One tiling for any number of tokens, so that few kernels are compiled; that no bit depends on it is test_moe's to show.
+    triton_moe.cuts = moe_fused.cuts = lambda pairs, experts: (Cut(128, 64, 4, 2), Cut(128, 128, 4, 2))
+    triton_moe_grad.back_cut = moe_fused.back_cut = lambda pairs, experts: BackCut(128, 64, 4, 3)
     tiles, lora = layer()
     first, end = owned(E, world, rank)
     shards = [some_experts(t, first, end) for t in tiles]
     mine_lora = ExpertLoRA(*(LoRA(p.a[:, first:end], p.b[:, first:end]) for p in lora))
     peers = PeerExperts(E, TOP, H, 1600)
     equal = {}
-    for name, (tokens, adapted, _, _) in CASES.items():
+    for name, (tokens, adapted, slotted, _) in CASES.items():
         x, ids, weights, slots = batch(name)
         mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
         whole, own = (lora, mine_lora) if adapted else (None, None)
@@ -86,17 +92,20 @@ def worker(rank: int, world: int) -> dict:
         for parts in (1, 3, 8):
             have = peers(x[mine], *shards, ids[mine], weights[mine], ACT, own, slot, parts)
             equal[f"{name}: peer memory, {parts} parts"] = torch.equal(have, want[mine])
+
+        def spread(x, w, a, parts, recompute=False):
+            return expert_parallel_moe(
+                x, *shards, ids[mine], w, ACT, a, slot, experts=E, parts=parts, recompute=recompute  # noqa: B023
+            )  # fmt: skip
+
+        equal[f"{name}: NCCL"] = torch.equal(spread(x[mine], weights[mine], own, 2), want[mine])
+        if slotted or not adapted:
+            continue
         scale = torch.randn(len(x), H, device="cuda", generator=torch.Generator("cuda").manual_seed(5))
-        out, grads = gradients(lambda x, w, a: moe(x, *tiles, ids, w, ACT, a, slots), x, weights, whole, scale)  # noqa: B023
+        out, grads = gradients(lambda x, w, a: moe(x, *tiles, ids, w, ACT, a), x, weights, whole, scale)  # noqa: B023
         for parts, recompute in ((1, False), (3, True)):
-
-            def call(x, w, a, parts=parts, recompute=recompute):
-                return expert_parallel_moe(
-                    x, *shards, ids[mine], w, ACT, a, slot, experts=E, parts=parts, recompute=recompute  # noqa: B023
-                )  # fmt: skip
-
-            have, found = gradients(call, x[mine], weights[mine], own, scale[mine])
-            equal[f"{name}: NCCL, {parts} parts"] = torch.equal(have, out[mine])
+            have, found = gradients(lambda x, w, a: spread(x, w, a, parts, recompute), x[mine], weights[mine], own, scale[mine])  # noqa: B023
+            equal[f"{name}: training over NCCL, {parts} parts"] = torch.equal(have, out[mine])
             for i, (a, b) in enumerate(zip(found, grads, strict=True)):
                 part = b[mine] if i < 2 else b[:, first:end]
                 equal[f"{name}: {NAMES[i]}, {parts} parts"] = torch.equal(a, part) and bool(b.any())
@@ -136,5 +145,5 @@ def found(tmp_path_factory):
 
 
 def test_every_rank_has_the_bits_of_one(found):
-    assert len(found[0]) > 100
+    assert len(found[0]) > 90
     assert [[name for name, same in equal.items() if not same] for equal in found] == [[], []]
