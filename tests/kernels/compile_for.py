@@ -8,6 +8,7 @@ its machine code, bytes.
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 
 import torch
@@ -73,97 +74,123 @@ def compile_instead(target: GPUTarget) -> dict[str, int]:
     return found
 
 
+def on_kernels() -> None:
+    """Send every operation to its kernel, as on CUDA."""
+    from samebits.quant import blocks
+
+    blocks.fast_path = lambda x: True  # before anything imports it by name
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    from samebits.trainer import packed
+
+    packed.kernels_attend = lambda dims, dtype, device: True
+
+
 def experts() -> None:
     """Forward, forward of decode with two adapters, backward."""
     from samebits.kernels.activation import SwiGLU
     from samebits.kernels.expert_tiles import pack_experts
     from samebits.kernels.linear import LoRA
-    from samebits.kernels.moe_fused import fused_experts
+    from samebits.kernels.moe import ExpertLoRA, moe
     from samebits.quant import nvfp4
 
     h, width, count, rank, slots = 256, 128, 4, 32, 2
-    w13, w2 = (pack_experts(nvfp4.quantize(torch.randn(count, n, k))) for n, k in ((2 * width, h), (h, width)))
+    w13, w2 = (pack_experts(_quantized(nvfp4, torch.randn(count, n, k))) for n, k in ((2 * width, h), (h, width)))
 
     def pair(n: int, k: int) -> LoRA:
         return LoRA(torch.zeros(slots, count, rank, k, requires_grad=True), torch.zeros(slots, count, n, rank, requires_grad=True))
 
-    lora = (pair(width, h), pair(width, h), pair(h, width))
+    lora = ExpertLoRA(pair(width, h), pair(width, h), pair(h, width))
     for tokens in (2, 64, 600):
         ids = torch.stack([torch.randperm(count)[:2] for _ in range(tokens)])
         weights = torch.rand(tokens, 2, requires_grad=True)
         x = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=True)
         for adapter_ids in (None, torch.zeros(tokens, dtype=torch.int64)):
-            out = fused_experts(x, w13, w2, ids, weights, SwiGLU(), lora, adapter_ids, False)
+            out = moe(x, w13, w2, ids, weights, SwiGLU(), lora, adapter_ids)
             out.backward(torch.zeros_like(out))
-        fused_experts(x.detach(), w13, w2, ids, weights.detach(), SwiGLU(), None, None, False)
+        moe(x.detach(), w13, w2, ids, weights.detach(), SwiGLU())
 
 
-def linear() -> None:
-    """Forward and backward, few and many tokens."""
-    from samebits.kernels.linear import LoRA
-    from samebits.kernels.linear_tiles import pack_linear
-    from samebits.kernels.triton_linear import fused_linear
-    from samebits.quant import mxfp8
+def _quantized(form, x: torch.Tensor):
+    """By the reference: the kernels of the formats do not run here."""
+    from samebits.quant import blocks
 
-    tiles = pack_linear(mxfp8.quantize(torch.randn(256, 384)))
-    lora = LoRA(torch.zeros(1, 32, 384, requires_grad=True), torch.zeros(1, 256, 32, requires_grad=True))
-    for tokens in (1, 64, 300):
-        x = torch.randn(tokens, 384, dtype=torch.bfloat16, requires_grad=True)
-        out = fused_linear(x, tiles, lora, None)
-        out.backward(torch.zeros_like(out))
+    kernels, blocks.fast_path = blocks.fast_path, lambda x: False
+    previous, form.fast_path = form.fast_path, lambda x: False
+    try:
+        return form.quantize(x)
+    finally:
+        blocks.fast_path, form.fast_path = kernels, previous
 
 
-def msa() -> None:
-    """Choice and attention over pages of every format; training forward and backward; inserting."""
-    from samebits.kernels import triton_msa
+def pages() -> None:
+    """What an engine does in a layer, for pages of every format, in decode and in prefill."""
     from samebits.kernels.msa import SparseConfig
-    from samebits.kernels.msa_ops import Norms, Packed, Pages, batch_of
+    from samebits.kernels.msa_ops import Norms, Pages, batch_of, dense_attention, index_topk, kv_insert, sparse_attention
 
-    heads, groups, dim, pages = 64, 4, 128, 20
-    batch, config = batch_of([1, 1], [2500, 130]), SparseConfig()
-    table = torch.arange(2 * pages, dtype=torch.int32).view(2, pages)
-    q, index_q = torch.zeros(2, heads, dim, dtype=torch.bfloat16), torch.zeros(2, groups, dim, dtype=torch.bfloat16)
+    heads, groups, dim, count = 64, 4, 128, 20
+    config = SparseConfig()
     norms = Norms(*(torch.zeros(dim, dtype=torch.bfloat16) for _ in range(4)), 1e-6)
     angles = torch.zeros(4096, 32)
-    k, v = (torch.zeros(2, groups, dim, dtype=torch.bfloat16) for _ in range(2))
-    index_k = torch.zeros(2, dim, dtype=torch.bfloat16)
-    slots = torch.tensor([3, 200])
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
-        packed = dtype is torch.uint8
-        main = torch.zeros((2 * pages, 2 * groups, 128, 72) if packed else (2 * pages, groups, 128, 256), dtype=dtype)
-        index = torch.zeros((2 * pages, 128, 72) if packed else (2 * pages, 128, 128), dtype=dtype)
-        chosen = triton_msa.index_topk(index_q, Pages(index, table), batch, config, None)
-        triton_msa.sparse_attention(q, Pages(main, table), chosen, batch, 0.1)
-        triton_msa.kv_insert(q, k, v, index_q, index_k, norms, (angles, angles), batch.position, slots, main, index)
-    tokens = 160
-    batch = batch_of([tokens])
-    q, k, v = (torch.zeros(tokens, n, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, groups, groups))
-    chosen = torch.zeros(tokens, groups, 16, dtype=torch.int32)
-    out = triton_msa.sparse_attention(q, Packed(k, v, batch.start[:1], 2), chosen, batch, 0.1)
-    out.backward(torch.zeros_like(out))
+    table = torch.arange(2 * count, dtype=torch.int32).view(2, count)
+    for new in ([1, 1], [100, 3]):
+        batch, tokens = batch_of(new, [2500, 130]), sum(new)
+        q, k, v, index_q = (torch.zeros(tokens, n, dim, dtype=torch.bfloat16) for n in (heads, groups, groups, groups))
+        index_k, slots = torch.zeros(tokens, dim, dtype=torch.bfloat16), torch.arange(tokens)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+            packed = dtype is torch.uint8
+            main = torch.zeros((2 * count, 2 * groups, 128, 72) if packed else (2 * count, groups, 128, 256), dtype=dtype)
+            index = torch.zeros((2 * count, 128, 72) if packed else (2 * count, 128, 128), dtype=dtype)
+            kv_insert(q, k, v, index_q, index_k, norms, (angles, angles), batch.position, slots, main, index)
+            kv_insert(q, k, v, None, None, norms, (angles, angles), batch.position, slots, main, None)
+            chosen = index_topk(index_q, Pages(index, table), batch, config)
+            sparse_attention(q, Pages(main, table), chosen, batch, 0.1)
+            dense_attention(q, Pages(main, table), batch, 0.1)
 
 
-def formats() -> None:
-    """Quantizers and digests."""
-    from samebits.quant import triton_quant
+def training() -> None:
+    """Forward and backward of the whole model: norms, projections, dense and sparse attention, experts, head."""
+    import tempfile
+    from pathlib import Path
 
-    x = torch.randn(64, 256, dtype=torch.bfloat16)
-    for name in ("nvfp4_quantize", "mxfp8_quantize"):
-        if hasattr(triton_quant, name):
-            getattr(triton_quant, name)(x)
+    from samebits.quant.checkpoint import Checkpoint
+    from samebits.quant.profile import get_profile
+    from samebits.quant.roles import LORA_ROLES
+    from samebits.trainer.lora import LoRASettings
+    from samebits.trainer.model import M3ForTraining
+
+    sizes = dict(vocab=128, hidden=256, heads=16, kv_heads=2, layers=2, experts=4, top_k=2, intermediate=128, dense=256, blocks=16)
+    with tempfile.TemporaryDirectory() as folder:
+        _written(Path(folder), sizes)
+        for kv in (None, "nvfp4"):
+            settings = LoRASettings(32, 32, LORA_ROLES)
+            model = M3ForTraining(Checkpoint(folder), get_profile("w4a16", kv), settings, pack_on=torch.device("cpu"))
+            lengths = [40, 2300]
+            tokens = torch.zeros(sum(lengths), dtype=torch.int64)
+            out = model(tokens, lengths, tokens, torch.ones(len(tokens)), entropy=True)
+            out.logprobs.sum().backward()
 
 
-def main(name: str) -> None:
-    """Compile all for the target `name` and print what came out."""
+def _written(folder, sizes: dict[str, int]) -> None:
+    """A random checkpoint, quantized by the reference in a process of its own."""
+    import subprocess
+
+    code = f"from pathlib import Path; from tests.support import random_m3; random_m3.build(Path({str(folder)!r}), **{sizes!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def main(name: str, *wanted: str) -> None:
+    """Compile all, or the parts named, for the target `name` and print what came out."""
     backend, arch = name.split(":")
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if backend == "hip" else 32)
     found = compile_instead(target)
+    on_kernels()
     failed = []
-    for part in (experts, linear, msa):
+    parts = (experts, pages, training)
+    for part in [p for p in parts if not wanted or p.__name__ in wanted]:
         try:
             part()
-        except Exception as error:  # reported below, and the exit status says so
-            failed.append(f"{part.__name__}: {type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}")
+        except Exception:  # reported below, and the exit status says so
+            failed.append(f"{part.__name__}: {traceback.format_exc(limit=-4)}")
     for kernel, size in sorted(found.items()):
         print(f"{kernel} {MACHINE[backend]} {size}")
     for line in failed:
@@ -173,4 +200,4 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(sys.argv[1])
+    main(*sys.argv[1:])
