@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
-from .triton_msa_attend import attend_kernel
+from .triton_msa_attend import ROWS, attend_kernel, merge_kernel
 from .triton_msa_backward import PackedAttention
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
@@ -25,10 +25,13 @@ SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
 EARLY = True
-# Warps of an attention program and keys of a warp's tile: part of the arithmetic, since a tile has one maximum and a warp's blocks are
-# summed before warps are. Stages of the software pipeline, by format: 1 loads straight into registers. Swept on an H200, E4M3 at 2 only.
-WARPS, PART = 8, 64
-STAGES = {0: 1, 1: 2, 2: 1}
+# Chosen blocks of a chain of the attention: part of the arithmetic. Chains are programs of their own where queries times groups are no more
+# than SPLIT_ROWS for each multiprocessor. Swept on an H200.
+CHAIN = 4
+SPLIT_ROWS = 2
+MERGE_HEADS = 4  # of a program
+ATTEND_REGISTERS = {0: None, 1: None, 2: None}
+AHEAD = {0: False, 1: True, 2: True}
 
 
 def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
@@ -207,10 +210,17 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
         return out, sums
     if topk & (topk - 1):
         raise ValueError(f"the number of chosen blocks must be a power of two, got {topk}")
-    warps = min(WARPS, topk)
+    chain = min(CHAIN, topk)
+    chains = topk // chain
+    rows = tokens * groups
+    split = chains > 1 and rows <= SPLIT_ROWS * _multiprocessors(q.device)
     keys, values, strides, table, form = _layout(cache)
+    parts = state = None
+    if split:
+        parts = torch.empty(rows, chains, ROWS.value, DIM, dtype=torch.float32, device=q.device)
+        state = torch.empty(rows, chains, 2, ROWS.value, dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        attend_kernel[(tokens * groups,)](
+        attend_kernel[(rows * chains if split else rows,)](
             q.contiguous(),
             keys,
             values,
@@ -220,24 +230,51 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
             chosen.contiguous(),
             out,
             sums,
+            parts,
+            state,
             *strides,
             table.stride(0),
             scale * math.log2(math.e) * (128.0 if form == 2 else 1.0),
             G=groups,
             HEADS=heads // groups,
             TOPK=topk,
-            WARPS=warps,
+            CHAIN=chain,
+            SPLIT=split,
             LSE=lse,
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
-            STAGES=STAGES[form],
-            PART=PART,
-            num_warps=warps,
-            num_stages=STAGES[form],
+            FETCH=_fetch(cache, chain) if split else 0,
+            AHEAD=AHEAD[form],
+            num_warps=4,
+            num_stages=1,
+            maxnreg=ATTEND_REGISTERS[form],
             enable_fp_fusion=False,
             launch_pdl=EARLY and q.is_cuda,
         )
+        if split:
+            merge_kernel[(rows, triton.cdiv(heads // groups, MERGE_HEADS))](
+                parts,
+                state,
+                out,
+                sums,
+                HEADS=heads // groups,
+                CHAINS=chains,
+                SHARE=MERGE_HEADS,
+                LSE=lse,
+                FORMAT=form,
+                num_warps=4,
+                enable_fp_fusion=False,
+                launch_pdl=EARLY and q.is_cuda,
+            )
     return out, sums
+
+
+def _fetch(cache: Pages | Packed, chain: int) -> int:
+    """Bytes of a block of one head that each of the 128 lanes of a program asks for, when it takes `chain` blocks; 0 for packed keys."""
+    if isinstance(cache, Packed):
+        return 0
+    size = cache.data.stride(1) * cache.data.element_size() * (2 if cache.data.dtype == torch.uint8 else 1)
+    return size * chain // 128
 
 
 def _layout(cache: Pages | Packed) -> tuple[Tensor, Tensor, tuple[int, int, int], Tensor, int]:

@@ -103,7 +103,7 @@ def unit(FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_fp32(bits):
+def e4m3_fp32(bits):
     """fp32 value of E4M3 bits (int32) without NaN."""
     magnitude = bits & 0x7F
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -112,34 +112,34 @@ def _e4m3_fp32(bits):
 
 
 @triton.jit
-def _e2m1_fp32(code):
+def e2m1_fp32(code):
     """fp32 value of E2M1 codes (int32, 0..15)."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
-def _scales(bits):
+def block_scales(bits):
     """Operand values of E4M3 scales (int32 bits, sign ignored; NaN reads as 480), times 2^119; under the interpreter times 2^-7."""
     if INTERPRETED:
-        return _e4m3_fp32(bits & 0x7F) * 0.0078125
+        return e4m3_fp32(bits & 0x7F) * 0.0078125
     raw = ((bits & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _halves(x):
+def halves(x):
     """int32 words [..] as their 16-bit halves [.., 2], the low one first."""
     return tl.join((x & 0xFFFF).to(tl.int16), ((x >> 16) & 0xFFFF).to(tl.int16))
 
 
 @triton.jit
-def _nibbles(x, scales):
+def nibbles(x, scales):
     """Values * 2^-7 of 16-bit groups of four codes [..]: [.., 2, 2], the last dimensions the two bits of the code's place."""
     if INTERPRETED:
         x = x.to(tl.int32)
-        a, b = _e2m1_fp32(x & 15) * scales, _e2m1_fp32((x >> 4) & 15) * scales
-        c, d = _e2m1_fp32((x >> 8) & 15) * scales, _e2m1_fp32((x >> 12) & 15) * scales
+        a, b = e2m1_fp32(x & 15) * scales, e2m1_fp32((x >> 4) & 15) * scales
+        c, d = e2m1_fp32((x >> 8) & 15) * scales, e2m1_fp32((x >> 12) & 15) * scales
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             _E2M1_ASM,
@@ -153,11 +153,11 @@ def _nibbles(x, scales):
 
 
 @triton.jit
-def _bytes(x):
-    """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `_nibbles`."""
+def e4m3_bytes(x):
+    """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `nibbles`."""
     if INTERPRETED:
-        a, b = _e4m3_fp32(x & 0xFF), _e4m3_fp32((x >> 8) & 0xFF)
-        c, d = _e4m3_fp32((x >> 16) & 0xFF), _e4m3_fp32((x >> 24) & 0xFF)
+        a, b = e4m3_fp32(x & 0xFF), e4m3_fp32((x >> 8) & 0xFF)
+        c, d = e4m3_fp32((x >> 16) & 0xFF), e4m3_fp32((x >> 24) & 0xFF)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             _E4M3_ASM,
@@ -232,17 +232,23 @@ def _load_rows(base, at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit
 def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
     """Operand [WARPS, KEYS, 128], dimensions in the order of labels, of raw bits in rows of (repetitions, warp, g, t)."""
+    return label_dims(decoded_keys(x, raw, WARPS, KEYS, FORMAT), WARPS, KEYS, FORMAT)
+
+
+@triton.jit
+def decoded_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+    """What `label_dims` takes: [KEYS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0]."""
     if FORMAT == NVFP4:
-        scales = _scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
+        scales = block_scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
-        tile = tl.reshape(_nibbles(_halves(x), scales), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+        tile = nibbles(halves(x), scales)
     elif FORMAT == FP8:
-        tile = tl.reshape(_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
-        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
+        tile = tl.reshape(e4m3_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
+        tile = tl.permute(tile, [0, 2, 3, 4, 1, 5])
     else:
         tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, WARPS, 8, 4, 8])
-        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
-    return label_dims(tile, WARPS, KEYS, FORMAT)
+        tile = tl.permute(tile, [0, 2, 3, 4, 1, 5])
+    return tl.reshape(tile, [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
 
 
 # ------------------------------------------------------------------------------------------------- attention: a block for each warp
@@ -257,11 +263,12 @@ def _spread(x, REPS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def key_of_label(KEYS: tl.constexpr):
     """Keys in the order of the scores' columns: a lane that has columns 2t, 2t+1, 2t+8, 2t+9 of 16 has the four keys of token quad t."""
-    return _key_order(tl.arange(0, KEYS))
+    return key_order(tl.arange(0, KEYS))
 
 
 @triton.jit
-def _key_order(label):
+def key_order(label):
+    """The key of a label."""
     return label // 16 * 16 + (label // 2 % 4) * 4 + (label // 8 % 2) * 2 + label % 2
 
 
@@ -277,7 +284,7 @@ def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr,
     REPS: tl.constexpr = KEYS // 8 * PARTS
     row = tl.arange(0, REPS * WARPS * 32)
     rep = row // (WARPS * 32)
-    key = _key_order(rep // PARTS * 8 + row // 4 % 8) + begin
+    key = key_order(rep // PARTS * 8 + row // 4 % 8) + begin
     limit = _spread(limit, REPS, WARPS)
     inside = limit > 0 if FORMAT == NVFP4 else key < limit  # pages are whole: unused keys can be read, and are masked as scores
     offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
@@ -363,12 +370,12 @@ def _value_pair(a, b, words, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl
     """Two neighbouring keys of each quad: [KEYS / 16 steps, WARPS, 8 g, 4 t, 16 places, 2]."""
     LANES: tl.constexpr = KEYS * WARPS * 2
     if FORMAT == NVFP4:
-        scales = _scales(tl.join(words & 0xFF, (words >> 8) & 0xFF))
+        scales = block_scales(tl.join(words & 0xFF, (words >> 8) & 0xFF))
         scales = tl.broadcast_to(scales[:, None, None, :], [LANES, 2, 2, 2])
-        pair = _nibbles(tl.join(_halves(a), _halves(b)), scales)  # [lanes, 2 words, 2 halves, 2 keys, 2 i1, 2 i0]
+        pair = nibbles(tl.join(halves(a), halves(b)), scales)  # [lanes, 2 words, 2 halves, 2 keys, 2 i1, 2 i0]
         pair = tl.permute(pair, [0, 1, 2, 4, 5, 3])
     elif FORMAT == FP8:
-        pair = tl.permute(_bytes(tl.join(a, b)), [0, 1, 3, 4, 2])  # from [lanes, 4 words, 2 keys, 2 i1, 2 i0]
+        pair = tl.permute(e4m3_bytes(tl.join(a, b)), [0, 1, 3, 4, 2])  # from [lanes, 4 words, 2 keys, 2 i1, 2 i0]
     else:
         pair = tl.reshape(tl.join(a.to(OPERAND), b.to(OPERAND)), [KEYS // 16, 2, WARPS, 32, 8, 2])
         pair = tl.permute(pair, [0, 2, 3, 1, 4, 5])
