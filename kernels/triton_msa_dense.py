@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, _bytes, _halves, _nibbles, _scales, unit
+from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, block_scales, e4m3_bytes, halves, nibbles, unit
 
 
 @triton.jit
@@ -82,11 +82,11 @@ def _codes(base, place, left, token_stride, KEYS: tl.constexpr, FORMAT: tl.const
 def _decoded(x, scale, KEYS: tl.constexpr, FORMAT: tl.constexpr):
     """Operand [KEYS, 128] of what `_codes` gave; column c is dimension `_dim`[c]."""
     if FORMAT == NVFP4:
-        scales = _scales(tl.join(scale & 0xFF, scale >> 8))
+        scales = block_scales(tl.join(scale & 0xFF, scale >> 8))
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * 4, 2, 4]), [KEYS * 4, 4, 2])
-        tile = _nibbles(_halves(x), scales)  # [row, word, half, 2, 2]
+        tile = nibbles(halves(x), scales)  # [row, word, half, 2, 2]
     else:
-        tile = _bytes(tl.reshape(x, [KEYS * 8, 2, 2]))  # [row, pair of words, word, 2, 2]
+        tile = e4m3_bytes(tl.reshape(x, [KEYS * 8, 2, 2]))  # [row, pair of words, word, 2, 2]
     return tl.reshape(tl.permute(tile, [0, 1, 3, 4, 2]), [KEYS, 128])
 
 
@@ -285,6 +285,8 @@ def prefill_kernel(
                 N, KEYS, CHUNK, FORMAT, PAGED, False, True, STAGES,
             )  # fmt: skip
             top, total, values = _merge(top, total, values, a, tl.max(b, axis=1), c)
+        real = position >= 0  # padding saw the chunks that are whole for the others
+        total, values = tl.where(real, total, 0.0), tl.where(real[:, None], values, 0.0)
         _finish(out_ptr, lse_ptr, row, inside, top, total, values, _dim(FORMAT), N, LSE, FORMAT)
 
 
@@ -349,17 +351,18 @@ def split_kernel(
         tl.store(part_ptr + part[None, :] * 128 + _dim(FORMAT)[:, None], values)
 
 
-@triton.jit(do_not_specialize=["first_request", "count"])
+@triton.jit(do_not_specialize=["first_request", "count", "requests", "tokens"])
 def merge_kernel(
     part_ptr,
     top_ptr,
     total_ptr,
     start_ptr,
-    request_ptr,  # int32 [T]
     position_ptr,
     out_ptr,
     first_request,
     count,  # requests of this launch
+    requests,
+    tokens,
     chunks,
     G: tl.constexpr,
     HEADS: tl.constexpr,
@@ -368,24 +371,26 @@ def merge_kernel(
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """ROWS heads of a query token and KV group a program: merge its chunks. Zeros for padding."""
-    token, group = tl.program_id(0), tl.program_id(1)
-    head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    position = tl.load(position_ptr + token)
-    request = tl.load(request_ptr + token)
-    slot = request - first_request
-    first, end = tl.load(start_ptr + request), tl.load(start_ptr + request + 1)
-    if (slot >= 0) & (slot < count) & ((position < 0) | (end - first <= TOKENS)):
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, 128], tl.float32)
-        row = (token - first) * 16 + head
-        part = (slot * chunks * G + group).to(tl.int64) * (TOKENS * 16) + row
-        dim = tl.arange(0, 128)
-        for chunk in tl.range(0, (position + CHUNK) // CHUNK, num_stages=4):
-            at = part + chunk * (G * TOKENS * 16)
-            a, b = tl.load(top_ptr + at), tl.load(total_ptr + at)
-            c = tl.load(part_ptr + at[:, None] * 128 + dim[None, :])
-            top, total, values = _merge(top, total, values, a, b, c)
-        row = (token.to(tl.int64) * G + group) * HEADS + head
-        _finish(out_ptr, out_ptr, row, head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
+    """ROWS heads of a query token and KV group a program: merge its chunks. Zeros for padding, also for what is behind all requests."""
+    slot, item, group = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS, tl.program_id(1)
+    head, dim = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, 128], tl.float32)
+    if slot == count:
+        for token in range(tl.load(start_ptr + requests) + item, tokens, TOKENS):
+            row = (token * G + group) * HEADS + head
+            _finish(out_ptr, out_ptr, row.to(tl.int64), head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
+    else:
+        first, end = tl.load(start_ptr + first_request + slot), tl.load(start_ptr + first_request + slot + 1)
+        token = first + item
+        if (token < end) & (end - first <= TOKENS):
+            position = tl.load(position_ptr + token)
+            part = (slot * chunks * G + group).to(tl.int64) * (TOKENS * 16) + item * 16 + head
+            for chunk in tl.range(0, (position + CHUNK) // CHUNK, num_stages=4):
+                at = part + chunk * (G * TOKENS * 16)
+                a, b = tl.load(top_ptr + at), tl.load(total_ptr + at)
+                c = tl.load(part_ptr + at[:, None] * 128 + dim[None, :])
+                top, total, values = _merge(top, total, values, a, b, c)
+            row = (token.to(tl.int64) * G + group) * HEADS + head
+            _finish(out_ptr, out_ptr, row, head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
