@@ -14,7 +14,8 @@ a product too, with ones, of the weights as they were rounded for the values. Mu
 
 Tiles of bf16 keys are copied as they lie. Codes of NVFP4 and E4M3 become bf16 in registers, where two codes 16 bits apart in a word make a
 pair, so eight dimensions that follow each other are in another order than in memory (`_dim`); the query's are put in that order too.
-Keys at or beyond the last that a program's queries see read as anything in K, since scores are masked, and as zero in V.
+Keys beyond the last that a program's queries see read as anything in K, since their scores are masked, and as finite numbers in V, since
+their weights are zero.
 """
 
 from __future__ import annotations
@@ -50,30 +51,28 @@ def _offset(table_ptr, first, at, page_stride, token_stride, PAGED: tl.constexpr
 
 @triton.jit
 def _codes(base, place, left, token_stride, KEYS: tl.constexpr, FORMAT: tl.constexpr, VALUE: tl.constexpr):
-    """Raw bits of KEYS keys: words of 16 bytes a row, and two scales of E4M3 a row in NVFP4; zero for keys from `left` on.
+    """Raw bits of KEYS keys: words of 16 bytes a row, and two scales of E4M3 a row in NVFP4.
 
     Args:
-        base: of the first key; of NVFP4, of its page's plane. place: of the first key in its page. left: keys that there are from it on.
+        base: of the first key; of NVFP4, of its page's plane. place: of the first key in its page. left: keys that there are from it on;
+            others need not be there in E4M3, and in NVFP4 are bytes of a page, which decode to finite numbers whatever they are.
     """
     words = base.to(tl.pointer_type(tl.int32))
     if FORMAT == NVFP4:
         row = tl.arange(0, KEYS * 4)
         key, quarter = row // 4 + place, row % 4
-        inside = row // 4 < left
-        x = tl.load(words + (key * 16 + quarter * 4)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+        x = tl.load(words + (key * 16 + quarter * 4)[:, None] + tl.arange(0, 4)[None, :])
         if VALUE:
             at = words + (PAGE * 16 + key // 4 * 8 + quarter * 2)
-            low = (tl.load(at, mask=inside, other=0) >> (key % 4 * 8)) & 0xFF
-            high = (tl.load(at + 1, mask=inside, other=0) >> (key % 4 * 8)) & 0xFF
+            low, high = tl.load(at) >> (key % 4 * 8), tl.load(at + 1) >> (key % 4 * 8)
         else:
-            both = tl.load(words + (PAGE * 16 + key * 2 + quarter // 2), mask=inside, other=0) >> (quarter % 2 * 16)
-            low, high = both & 0xFF, (both >> 8) & 0xFF
-        scale = low | (high << 8)
+            low = tl.load(words + (PAGE * 16 + key * 2 + quarter // 2)) >> (quarter % 2 * 16)
+            high = low >> 8
+        scale = (low & 0xFF) | ((high & 0xFF) << 8)
     else:
         row = tl.arange(0, KEYS * 8)
-        inside = row // 8 < left
         at = (row // 8 * (token_stride // 4) + row % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
-        x = tl.load(words + at, mask=inside[:, None], other=0)
+        x = tl.load(words + at, mask=(row // 8 < left)[:, None], other=0)
         scale = row
     return x, scale
 

@@ -15,7 +15,7 @@ from tests.support.msa_cases import FORMATS, make
 
 def every_kernel_over_every_cache() -> None:
     """Requests that go chunk by chunk and one that does not, ends of tiles, blocks and chunks, padding within and behind requests."""
-    new, total = [1, 2, 0, 9, 1, 4], [129, 513, 40, 140, 128, 127]
+    new, total = [1, 2, 0, 9, 1, 4], [800, 513, 40, 140, 128, 127]
     for form in FORMATS:
         case = make(new, total, form, groups=2, heads=4)
         position = torch.cat((case.batch.position, torch.tensor([-1, -1], dtype=torch.int32)))
