@@ -30,7 +30,6 @@ setp.gt.s32 p, $2, 0;
 mov.b32 $0, 0;
 }""")
 
-
 @triton.jit
 def prefetch(address, size):
     """Ask for `size` bytes (a multiple of 16, or 0 for none) from each address (int64, of as many lanes as the program has) to the L2."""
