@@ -14,7 +14,8 @@ a product too, with ones, of the weights as they were rounded for the values. Mu
 
 Tiles of bf16 keys are copied as they lie. Codes of NVFP4 and E4M3 become bf16 in registers, where two codes 16 bits apart in a word make a
 pair, so eight dimensions that follow each other are in another order than in memory (`_dim`); the query's are put in that order too.
-Keys at or beyond the last that a program's queries see read as anything in K, since scores are masked, and as zero in V.
+Keys beyond the last that a program's queries see read as anything in K, since their scores are masked, and as finite numbers in V, since
+their weights are zero.
 """
 
 from __future__ import annotations
@@ -50,30 +51,28 @@ def _offset(table_ptr, first, at, page_stride, token_stride, PAGED: tl.constexpr
 
 @triton.jit
 def _codes(base, place, left, token_stride, KEYS: tl.constexpr, FORMAT: tl.constexpr, VALUE: tl.constexpr):
-    """Raw bits of KEYS keys: words of 16 bytes a row, and two scales of E4M3 a row in NVFP4; zero for keys from `left` on.
+    """Raw bits of KEYS keys: words of 16 bytes a row, and two scales of E4M3 a row in NVFP4.
 
     Args:
-        base: of the first key; of NVFP4, of its page's plane. place: of the first key in its page. left: keys that there are from it on.
+        base: of the first key; of NVFP4, of its page's plane. place: of the first key in its page. left: keys that there are from it on;
+            others need not be there in E4M3, and in NVFP4 are bytes of a page, which decode to finite numbers whatever they are.
     """
     words = base.to(tl.pointer_type(tl.int32))
     if FORMAT == NVFP4:
         row = tl.arange(0, KEYS * 4)
         key, quarter = row // 4 + place, row % 4
-        inside = row // 4 < left
-        x = tl.load(words + (key * 16 + quarter * 4)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+        x = tl.load(words + (key * 16 + quarter * 4)[:, None] + tl.arange(0, 4)[None, :])
         if VALUE:
             at = words + (PAGE * 16 + key // 4 * 8 + quarter * 2)
-            low = (tl.load(at, mask=inside, other=0) >> (key % 4 * 8)) & 0xFF
-            high = (tl.load(at + 1, mask=inside, other=0) >> (key % 4 * 8)) & 0xFF
+            low, high = tl.load(at) >> (key % 4 * 8), tl.load(at + 1) >> (key % 4 * 8)
         else:
-            both = tl.load(words + (PAGE * 16 + key * 2 + quarter // 2), mask=inside, other=0) >> (quarter % 2 * 16)
-            low, high = both & 0xFF, (both >> 8) & 0xFF
-        scale = low | (high << 8)
+            low = tl.load(words + (PAGE * 16 + key * 2 + quarter // 2)) >> (quarter % 2 * 16)
+            high = low >> 8
+        scale = (low & 0xFF) | ((high & 0xFF) << 8)
     else:
         row = tl.arange(0, KEYS * 8)
-        inside = row // 8 < left
         at = (row // 8 * (token_stride // 4) + row % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
-        x = tl.load(words + at, mask=inside[:, None], other=0)
+        x = tl.load(words + at, mask=(row // 8 < left)[:, None], other=0)
         scale = row
     return x, scale
 
@@ -285,6 +284,8 @@ def prefill_kernel(
                 N, KEYS, CHUNK, FORMAT, PAGED, False, True, STAGES,
             )  # fmt: skip
             top, total, values = _merge(top, total, values, a, tl.max(b, axis=1), c)
+        real = position >= 0  # padding saw the chunks that are whole for the others
+        total, values = tl.where(real, total, 0.0), tl.where(real[:, None], values, 0.0)
         _finish(out_ptr, lse_ptr, row, inside, top, total, values, _dim(FORMAT), N, LSE, FORMAT)
 
 
@@ -349,17 +350,18 @@ def split_kernel(
         tl.store(part_ptr + part[None, :] * 128 + _dim(FORMAT)[:, None], values)
 
 
-@triton.jit(do_not_specialize=["first_request", "count"])
+@triton.jit(do_not_specialize=["first_request", "count", "requests", "tokens"])
 def merge_kernel(
     part_ptr,
     top_ptr,
     total_ptr,
     start_ptr,
-    request_ptr,  # int32 [T]
     position_ptr,
     out_ptr,
     first_request,
     count,  # requests of this launch
+    requests,
+    tokens,
     chunks,
     G: tl.constexpr,
     HEADS: tl.constexpr,
@@ -368,24 +370,26 @@ def merge_kernel(
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """ROWS heads of a query token and KV group a program: merge its chunks. Zeros for padding."""
-    token, group = tl.program_id(0), tl.program_id(1)
-    head = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    position = tl.load(position_ptr + token)
-    request = tl.load(request_ptr + token)
-    slot = request - first_request
-    first, end = tl.load(start_ptr + request), tl.load(start_ptr + request + 1)
-    if (slot >= 0) & (slot < count) & ((position < 0) | (end - first <= TOKENS)):
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, 128], tl.float32)
-        row = (token - first) * 16 + head
-        part = (slot * chunks * G + group).to(tl.int64) * (TOKENS * 16) + row
-        dim = tl.arange(0, 128)
-        for chunk in tl.range(0, (position + CHUNK) // CHUNK, num_stages=4):
-            at = part + chunk * (G * TOKENS * 16)
-            a, b = tl.load(top_ptr + at), tl.load(total_ptr + at)
-            c = tl.load(part_ptr + at[:, None] * 128 + dim[None, :])
-            top, total, values = _merge(top, total, values, a, b, c)
-        row = (token.to(tl.int64) * G + group) * HEADS + head
-        _finish(out_ptr, out_ptr, row, head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
+    """ROWS heads of a query token and KV group a program: merge its chunks. Zeros for padding, also for what is behind all requests."""
+    slot, item, group = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS, tl.program_id(1)
+    head, dim = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, 128], tl.float32)
+    if slot == count:
+        for token in range(tl.load(start_ptr + requests) + item, tokens, TOKENS):
+            row = (token * G + group) * HEADS + head
+            _finish(out_ptr, out_ptr, row.to(tl.int64), head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
+    else:
+        first, end = tl.load(start_ptr + first_request + slot), tl.load(start_ptr + first_request + slot + 1)
+        token = first + item
+        if (token < end) & (end - first <= TOKENS):
+            position = tl.load(position_ptr + token)
+            part = (slot * chunks * G + group).to(tl.int64) * (TOKENS * 16) + item * 16 + head
+            for chunk in tl.range(0, (position + CHUNK) // CHUNK, num_stages=4):
+                at = part + chunk * (G * TOKENS * 16)
+                a, b = tl.load(top_ptr + at), tl.load(total_ptr + at)
+                c = tl.load(part_ptr + at[:, None] * 128 + dim[None, :])
+                top, total, values = _merge(top, total, values, a, b, c)
+            row = (token.to(tl.int64) * G + group) * HEADS + head
+            _finish(out_ptr, out_ptr, row, head < HEADS, top, total, values, dim, ROWS, False, FORMAT)

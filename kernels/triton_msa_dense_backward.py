@@ -2,9 +2,9 @@
 
 With P = 2^(factor q.k - lse), delta = sum(dO * O) and dS = P (dO.v - delta):  dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO.
 
-A program of `grad_query_kernel` takes some query tokens of a KV group through the keys that they see; one of `grad_keys_kernel` takes a
-tile of keys through the query tokens that see it. No two programs write to one place, so nothing is atomic and gradients are the same bits
-in every run.
+A program of `grad_query_kernel` takes some query tokens of a KV group through the keys that they see, and leaves delta behind; then one of
+`grad_keys_kernel` takes a tile of keys through the query tokens that see it. No two programs write to one place, so nothing is atomic and
+gradients are the same bits in every run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from .msa_ops import Batch
 from .triton_msa_dense import owner
 from .triton_msa_tiles import OPERAND
 
-QUERIES, QUERY_KEYS = 8, 64  # query tokens of a dQ program, and keys of its tiles
-KEYS, KEY_QUERIES = 128, 4  # keys of a dK, dV program, and query tokens of its tiles
+# Swept on an H200.
+QUERIES, QUERY_KEYS, QUERY_STAGES = 8, 64, 3  # query tokens of a dQ program of as many warps, keys of its tiles, stages of its pipeline
+KEYS, KEY_QUERIES, KEY_STAGES = 64, 4, 2  # keys of a dK, dV program of 4 warps, query tokens of its tiles, stages of its pipeline
 
 
 @triton.jit
@@ -66,7 +67,8 @@ def grad_query_kernel(
     values_ptr,
     grad_ptr,  # [T, G * HEADS, 128], of the output
     lse_ptr,  # fp32 [T, G * HEADS]
-    delta_ptr,  # fp32 [T, G * HEADS]
+    delta_ptr,  # fp32 [T, G * HEADS], written
+    out_ptr,  # [T, G * HEADS, 128]
     grad_query_ptr,
     start_ptr,  # int32 [R + 1]
     position_ptr,  # int32 [T]
@@ -97,7 +99,8 @@ def grad_query_kernel(
         oldest = tl.minimum(tl.min(tl.where(position >= 0, position, 0x7FFFFFFF), axis=0), newest - 1) + 1
         query, grad = _rows(query_ptr, row, inside), _rows(grad_ptr, row, inside)
         lse = _denominator(lse_ptr, row, inside)
-        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
+        delta = tl.sum(_rows(out_ptr, row, inside).to(tl.float32) * grad.to(tl.float32), axis=1)
+        tl.store(delta_ptr + row, delta, mask=inside)
         keys_ptr += first.to(tl.int64) * token_stride + group * head_stride
         values_ptr += first.to(tl.int64) * token_stride + group * head_stride
         whole = oldest // KEYS * KEYS
@@ -201,16 +204,16 @@ def gradients(
     grad_k, grad_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     if not tokens:
         return grad_q, grad_k, grad_v
-    delta = torch.linalg.vecdot(out.float(), grad.float())
+    delta = torch.empty_like(lse)
     requests = batch.start.numel() - 1
     shared = (q.contiguous(), k, v, grad, lse, delta)
     numbers = (batch.start, batch.position, k.stride(0), k.stride(1), scale * math.log2(math.e), scale, requests)
-    sizes = {"G": groups, "HEADS": heads // groups, "num_warps": 8}
+    sizes = {"G": groups, "HEADS": heads // groups}
     grad_query_kernel[((tokens // QUERIES + requests) * groups,)](
-        *shared, grad_q, *numbers, **sizes, TOKENS=QUERIES, KEYS=QUERY_KEYS, STAGES=2
+        *shared, out, grad_q, *numbers, **sizes, TOKENS=QUERIES, KEYS=QUERY_KEYS, STAGES=QUERY_STAGES, num_warps=QUERIES
     )
     grad_keys_kernel[((tokens // KEYS + requests) * groups,)](
-        *shared, grad_k, grad_v, *numbers, **sizes, TOKENS=KEY_QUERIES, KEYS=KEYS, STAGES=2
+        *shared, grad_k, grad_v, *numbers, **sizes, TOKENS=KEY_QUERIES, KEYS=KEYS, STAGES=KEY_STAGES, num_warps=4
     )
     return grad_q, grad_k, grad_v
 

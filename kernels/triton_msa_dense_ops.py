@@ -56,7 +56,7 @@ def attend(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, lse: bo
 def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, small: int) -> None:
     keys, values, strides, groups, form = layout(cache)
     heads = q.shape[1] // groups
-    requests, chunks = cache.table.shape[0], triton.cdiv(cache.table.shape[1] * 128, CHUNK)
+    requests, chunks = batch.start.numel() - 1, max(1, triton.cdiv(cache.table.shape[1] * 128, CHUNK))
     each = chunks * groups * small * 16
     step = max(1, min(requests, PARTS // (each * DIM * 4), 65535))
     part = torch.empty(step * each, DIM, dtype=torch.float32, device=q.device)
@@ -83,8 +83,23 @@ def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, sma
             num_warps=4,
             **sizes,
         )
-        merge_kernel[(q.shape[0], groups, triton.cdiv(heads, ROWS))](
-            part, top, total, batch.start, batch.request, batch.position, out, first, count, chunks, ROWS=ROWS, num_warps=1, **sizes
+        # One more at the end, for padding behind all requests.
+        slots = count + (first + count == requests)
+        merge_kernel[(slots * small, groups, triton.cdiv(heads, ROWS))](
+            part,
+            top,
+            total,
+            batch.start,
+            batch.position,
+            out,
+            first,
+            count,
+            requests,
+            q.shape[0],
+            chunks,
+            ROWS=ROWS,
+            num_warps=1,
+            **sizes,
         )
 
 

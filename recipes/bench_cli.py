@@ -12,7 +12,7 @@ import typer
 from .terminal import fail, require_writable, write_json
 
 bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
-KERNELS = {"moe": "samebits.kernels.bench_moe", "msa": "samebits.kernels.bench_msa"}
+KERNELS = {name: f"samebits.kernels.bench_{name}" for name in ("moe", "msa", "dense")}
 """Modules of which each has `run(save)`, which gives `right` beside the figures, and `show`."""
 
 

@@ -51,7 +51,7 @@ def test_a_folder_that_does_not_exist_is_said_before_the_run(gpu, tmp_path):
     assert done.exit_code == 2 and "there is no folder" in done.stderr and not gpu[1]
 
 
-@pytest.mark.parametrize("what", ["moe", "msa"])
+@pytest.mark.parametrize("what", ["moe", "msa", "dense"])
 def test_results_are_shown_and_written(gpu, tmp_path, what):
     out = tmp_path / "out.json"
     assert run("--what", what, "--json", str(out)).exit_code == 0
