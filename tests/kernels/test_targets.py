@@ -1,0 +1,32 @@
+"""Kernels for a GPU that is not here compile down to machine code: all of them for Blackwell, through the ops and the whole model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+KERNELS = {
+    "_experts_kernel", "_group_kernel", "_combine_kernel", "_back_kernel", "_outer_kernel", "_rank_kernel", "_swiglu_back_kernel",
+    "_norm_kernel", "_norm_backward_kernel", "_product_kernel", "_choose_kernel", "_forward_kernel", "_gradient_kernel", "_cut_kernel",
+    "attend_kernel", "choose_kernel", "score_kernel", "insert_kernel", "rotate_kernel", "rotate_gradient_kernel",
+    "prefill_kernel", "split_kernel", "merge_kernel", "grad_keys_kernel", "grad_query_kernel",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_blackwell():
+    """Compiled only: nothing here says that the results are right there."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_for", "cuda:100"],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = {name: int(size) for name, kind, size in (line.split() for line in done.stdout.splitlines()) if kind == "cubin"}
+    assert sizes.keys() >= KERNELS, KERNELS - sizes.keys()
+    assert min(sizes.values()) > 1000
