@@ -12,6 +12,7 @@ from torch import Tensor
 import samebits.trainer.engine as trainer_engine
 import samebits.trainer.model as trainer_model
 import samebits.trainer.objective as trainer_objective
+import samebits.trainer.packed as trainer_packed
 from samebits.alignment_checks.pair import Pair
 from samebits.alignment_checks.report import Place
 from samebits.kernels.rope import rope_table
@@ -200,7 +201,7 @@ def trainer_rope_base(pair: Pair) -> Iterator[Place]:
     def table(length: int, rotary: int, theta: float, device: Any = None) -> tuple[Tensor, Tensor]:
         return rope_table(length, rotary, theta * 3, device)
 
-    with replaced(trainer_model, "rope_table", table):
+    with replaced(trainer_packed, "rope_table", table):
         yield Place(layer=0, tensor="model.layers.0.self_attn.q")
 
 
@@ -214,12 +215,12 @@ def trainer_adapter_off(pair: Pair) -> Iterator[Place]:
 @fault("trainer", "logprobs.generated", "routing.batching")
 def attention_across_sequences(pair: Pair) -> Iterator[Place]:
     """Attention of a packed batch crosses the borders of its sequences."""
-    original = trainer_model.M3ForTraining._sequences
+    original = trainer_model.sequences
 
-    def joined(self, lengths: list[int], device: torch.device) -> Any:
-        total = sum(lengths)
-        whole = original(self, [total], device)
-        return original(self, lengths, device)._replace(longest=total, buckets=whole.buckets)
+    def joined(lengths: list[int], *rest: Any) -> Any:
+        whole = original([sum(lengths)], *rest)
+        own = original(lengths, *rest)
+        return own._replace(longest=whole.longest, batch=whole.batch, every_block=whole.every_block, buckets=whole.buckets)
 
-    with replaced(trainer_model.M3ForTraining, "_sequences", joined):
+    with replaced(trainer_model, "sequences", joined):
         yield Place()
