@@ -40,8 +40,9 @@ from .tiny_m3 import BOS, EOS, PAD, config, dense_weights, export
 from .tiny_model import Sizes, Weights
 
 PROFILE = "w4a16"
-TARGET = 0.36
-"""Share of right samples that the head is scaled for."""
+TARGET = 0.325
+"""Mean probability of the very solution that the head is scaled for. Other texts end in the right number as well, a tenth as often (40.1 %
+of samples were right at 0.359, of 1,024), so that about 36 % of samples are right."""
 SCALES = (0.6, 1.7)
 """Within which the head's scale lies; a model that needs more is not ready, and its accuracies show it."""
 EVALUATED = 1024
@@ -88,7 +89,12 @@ def build(
         write_source(source, full, sizes)
         quantize(source, target, profile, None, console)
         held = model.rounded({n: w.to(where) for n, w in dense_weights(target).items()})
-        accuracy = {"full precision": accuracies(model, full, seed), "quantized": accuracies(model, held, seed)}
+        problems = draw("test", EVALUATED)
+        before = likely(model, full, problems)
+        accuracy = {
+            "full precision": {"expected": before.chance.mean().item(), "greedy": before.greedy.float().mean().item()},
+            **accuracies(model, held, problems, seed),
+        }
         report = _report(seed, recipe, sizes, where, weights, done, scale, accuracy)
         (target / "pretrain.json").write_text(json.dumps(report, indent=2) + "\n")
         if out.exists():
@@ -170,24 +176,23 @@ def head_scale(model: MiniModel, weights: Weights, problems: Sequence[Problem], 
     return (low + high) / 2
 
 
-def accuracies(model: MiniModel, weights: Weights, seed: int, count: int | None = None) -> dict[str, Any]:
-    """How often held-out problems are answered right: sampled at temperature 1 and greedily, and by the forward pass."""
-    problems = draw("test", count or EVALUATED)
+def accuracies(model: MiniModel, weights: Weights, problems: Sequence[Problem], seed: int) -> dict[str, Any]:
+    """How often problems are answered right, all of them and by family: sampled at temperature 1, greedily, and by the forward pass."""
     known = likely(model, weights, problems)
     g = torch.Generator(model.device).manual_seed(seed)
-    right = {name: answered(model, weights, problems, t, g) for name, t in (("sampled", 1.0), ("greedy", 0.0))}
-    families = {}
-    for family in FAMILIES:
-        at = [i for i, p in enumerate(problems) if p.family == family]
-        families[family] = {name: sum(found[i] for i in at) / max(1, len(at)) for name, found in right.items()} | {"problems": len(at)}
-    chance = known.chance
-    return {
-        **{name: sum(found) / len(problems) for name, found in right.items()},
-        "expected": chance.mean().item(),
-        "greedy_exact": known.greedy.float().mean().item(),
-        "mixed_groups_of_8": (1 - chance**8 - (1 - chance) ** 8).mean().item(),
-        "families": families,
-    }
+    sampled, greedy = (answered(model, weights, problems, t, g) for t in (1.0, 0.0))
+    rows = {}
+    for name in ("all", *FAMILIES):
+        at = [i for i, p in enumerate(problems) if name in ("all", p.family)]
+        chance = known.chance[at]
+        rows[name] = {
+            "problems": len(at),
+            "sampled": sum(sampled[i] for i in at) / max(1, len(at)),
+            "greedy": sum(greedy[i] for i in at) / max(1, len(at)),
+            "expected": chance.mean().item() if at else 0.0,
+            "mixed_groups_of_8": (1 - chance**8 - (1 - chance) ** 8).mean().item() if at else 0.0,
+        }
+    return rows
 
 
 def answered(
@@ -227,20 +232,22 @@ def _report(
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print what a build gave."""
-    done, mfu = report["trained"], report["trained"]["mfu"]
-    console.print(
-        f"{report['parameters'] / 1e6:,.0f} M parameters; {done['steps']:,} steps, {done['tokens'] / 1e6:,.0f} M tokens in "
-        f"{done['seconds']:.0f} s: {done['tokens_per_second'] / 1e3:,.0f}k tokens/s, {done['tflops']:.0f} TFLOP/s"
-        + (f" ({mfu:.0%} of the device)" if mfu else "")
-        + f"; loss {done['loss']:.3f}; busiest expert {done['load']:.2f} times the mean; head scaled by {report['head_scale']:.3f}",
-        highlight=False,
-        soft_wrap=True,
+    done = report["trained"]
+    speed = f"{done['tokens_per_second'] / 1e3:,.0f}k tokens/s, {done['tflops']:.0f} TFLOP/s"
+    if done["mfu"]:
+        speed += f" ({done['mfu']:.0%} of the device)"
+    lines = (
+        f"{report['parameters'] / 1e6:,.0f} M parameters; {done['steps']:,} steps, {done['tokens'] / 1e6:,.1f} M tokens in "
+        f"{done['seconds']:.0f} s: {speed}; loss {done['loss']:.3f}",
+        f"busiest expert {done['load']:.2f} times the mean, {done['idle']:.0%} of the experts idle",
+        f"head scaled by {report['head_scale']:.3f}",
     )
-    table = Table(title=f"right answers on {report['held_out_problems']:,} held-out problems", title_justify="left")
-    for column in ("", "problems", "sampled", "greedy"):
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    table = Table(title="held-out problems answered right", title_justify="left")
+    for column in ("", "problems", "sampled", "greedy", "the very solution", "groups of 8 with both"):
         table.add_column(column, justify="right" if column else "left")
     for name, found in report["accuracy"].items():
-        table.add_row(name, str(report["held_out_problems"]), f"{found['sampled']:.1%}", f"{found['greedy']:.1%}")
-    for family, found in report["accuracy"]["quantized"]["families"].items():
-        table.add_row(f"  {family}", str(found["problems"]), f"{found['sampled']:.1%}", f"{found['greedy']:.1%}")
+        shares = (f"{found[key]:.1%}" if key in found else "" for key in ("sampled", "greedy", "expected", "mixed_groups_of_8"))
+        table.add_row(name, f"{found.get('problems', report['held_out_problems']):,}", *shares)
     console.print(table)

@@ -123,7 +123,14 @@ class MiniModel:
 
     @torch.no_grad()
     def sample(
-        self, weights: Weights, prompts: list[list[int]], max_new: int, eos: int, pad: int, temperature: float, g: torch.Generator | None = None
+        self,
+        weights: Weights,
+        prompts: list[list[int]],
+        max_new: int,
+        eos: int,
+        pad: int,
+        temperature: float,
+        g: torch.Generator | None = None,
     ) -> Tensor:
         """Continue `prompts`, of any lengths, to int64 [rows, <= max_new], `pad` after `eos`; temperature 0 is greedy."""
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)

@@ -1,14 +1,16 @@
 """Pre-training of the mini MiniMax-M3: a packed corpus made while it is read, and a loop with a budget of time or of steps.
 
 Batches hold the same number of tokens each; batch i of a seed is the same whoever makes it, so worker processes make them ahead. The
-rates, and the moment from which on the corpus has slips, follow the fraction of the budget that is spent; with a budget in minutes the
-number of steps is what the machine makes of it, and a run is repeatable only with a budget in steps.
+rates, and the moment from which on the corpus has slips, follow the fraction of the budget that is spent. With a budget in minutes the
+number of steps is what the machine makes of it; with one in steps a run sees the same batches at the same rates each time, and on a CPU
+ends with the same bits (on a GPU, sums of the gradient of attention are in no fixed order).
 
 Left out: checkpoints. A run takes minutes, and an interrupted one leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from . import mini_math
+from .mini_math import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 from .mini_model import MiniModel, Packed
 from .mini_tokens import chat, mini_tokenizer
 from .muon import Muon
@@ -55,7 +58,7 @@ class Training:
     warmup: float = 0.02
     """Fraction of the budget."""
     clip: float = 1.0
-    right: float = 0.38
+    right: float = 0.35
     """Share of the solutions in the corpus that have no slip, once there are any."""
     slip_from: float = 0.6
     """Fraction of the budget before the first slip: the arithmetic is learned sooner from a clean corpus."""
@@ -79,15 +82,19 @@ class Progressed:
     """Of the device's dense BF16 rate; None where `hardware.yaml` does not know the device."""
     loss: float
     load: float
-    """Tokens of the busiest expert of any layer, over the mean, at the end."""
+    """Tokens of the busiest expert of any layer, over the mean, in the last step."""
+    idle: float
+    """Share of all experts with less than a tenth of the mean, in the last step."""
     curve: tuple[tuple[int, float, float], ...]
     """(step, seconds, loss) at every reading."""
 
 
 class Corpus(Dataset):
-    """Packed batches by number."""
+    """Packed batches by number. Raises `ValueError` when a batch may be too small for the longest document."""
 
     def __init__(self, seed: int, tokens: int, right: float) -> None:
+        if tokens < MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS:
+            raise ValueError(f"a batch of {tokens} tokens may not hold a document of {MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS}")
         self.seed, self.tokens, self.right = seed, tokens, right
 
     def __getitem__(self, number: int) -> tuple[Packed, Tensor]:
@@ -126,7 +133,7 @@ def batches(seed: int, recipe: Training, workers: int, pinned: bool) -> tuple[It
     """Endless batches without slips, and with them."""
     loaders = []
     for number, right in enumerate((1.0, recipe.right)):
-        # The second corpus goes on where no batch of the first can be: a problem of both would be seen clean and slipped.
+        # Each has a seed of its own: the second is to bring new problems, not those of the first over again.
         corpus = Corpus(2 * seed + number, recipe.tokens, right)
         options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 4, "worker_init_fn": _alone} if workers else {}
         loaders.append(iter(DataLoader(corpus, batch_size=None, sampler=range(1 << 40), pin_memory=pinned, **options)))
@@ -139,17 +146,17 @@ def _alone(worker: int) -> None:
     torch.set_num_threads(1)
 
 
-def train(sizes: Sizes, recipe: Training, seed: int, device: torch.device, progress: bool = True, compiled: bool | None = None):
-    """Weights after training on the corpus (fp32, on `device`), and what was done: `(Weights, Progressed)`.
+def train(sizes: Sizes, recipe: Training, seed: int, device: torch.device, progress: bool = True) -> tuple[Weights, Progressed]:
+    """Weights after training on the corpus (fp32, on `device`), and what was done.
 
-    `compiled`: default on a GPU. Raises `FloatingPointError` when the loss is no longer finite.
+    Raises `FloatingPointError` when the loss is no longer finite.
     """
     on_gpu = device.type == "cuda"
-    started = time.perf_counter()
+    budget = _Budget(recipe)
     workers = min(8, max(1, (os.cpu_count() or 2) - 2)) if on_gpu else 0
     clean, slipping = batches(seed, recipe, workers, on_gpu)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = MiniModel(sizes, device, dtype, compiled=on_gpu if compiled is None else compiled)
+    model = MiniModel(sizes, device, dtype, compiled=on_gpu)
     weights = initialise(sizes, seed, device)
     trained = {n: w.requires_grad_(True) for n, w in weights.items() if not n.endswith("e_score_correction_bias")}
     optimizers = _optimizers(trained, recipe, on_gpu)
@@ -157,12 +164,12 @@ def train(sizes: Sizes, recipe: Training, seed: int, device: torch.device, progr
     active = model_of_config(config(sizes), "mini").active_parameters
     curve: list[tuple[int, float, float]] = []
     speeds: list[float] = []
-    step, load = 0, torch.zeros((), device=device)
-    reading = (0, time.perf_counter())
+    step = 0
+    reading = (0, budget.started)
     columns = (TextColumn("training mini M3"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), disable=not progress) as bar:
         shown = bar.add_task("starting", total=1.0)
-        while (spent := _spent(recipe, step, started)) < 1:
+        while (spent := budget.spent(step)) < 1:
             for group, peak in rates:
                 group["lr"] = peak * min(1.0, spent / recipe.warmup + 1e-3) * max(0.02, 1 - spent)
             batch, targets = next(clean if spent < recipe.slip_from else slipping)
@@ -173,23 +180,17 @@ def train(sizes: Sizes, recipe: Training, seed: int, device: torch.device, progr
             torch.nn.utils.clip_grad_norm_(trained.values(), recipe.clip, foreach=True)
             for optimizer in optimizers:
                 optimizer.step()
-            load = _balance(weights, model.counts, recipe.bias_rate)
+            loads = _balance(weights, model.counts, recipe.bias_rate)
             step += 1
             if step % REPORT_EVERY == 0:
-                curve.append((step, time.perf_counter() - started, loss.item()))
-                if not curve[-1][2] < float("inf"):
-                    raise FloatingPointError(f"loss {curve[-1][2]} at step {step}")
+                curve.append((step, budget.seconds, _finite(loss, step)))
                 now = time.perf_counter()
                 speeds.append((step - reading[0]) * recipe.tokens / (now - reading[1]))
                 reading = (step, now)
-                tflops = 6 * active * speeds[-1] / 1e12
-                bar.update(
-                    shown,
-                    completed=spent,
-                    description=f"step {step}, loss {curve[-1][2]:.3f}, {speeds[-1] / 1e3:,.0f}k tokens/s, {tflops:.0f} TFLOP/s",
-                )
-        final = loss.item()
-    seconds = time.perf_counter() - started
+                speed = f"{speeds[-1] / 1e3:,.0f}k tokens/s, {6 * active * speeds[-1] / 1e12:.0f} TFLOP/s"
+                bar.update(shown, completed=spent, description=f"step {step}, loss {curve[-1][2]:.3f}, {speed}")
+        final = _finite(loss, step)
+    seconds = budget.seconds
     speed = sorted(speeds)[len(speeds) // 2] if speeds else step * recipe.tokens / seconds
     peak = peak_tflops(device)
     tflops = 6 * active * speed / 1e12
@@ -201,15 +202,41 @@ def train(sizes: Sizes, recipe: Training, seed: int, device: torch.device, progr
         tflops=tflops,
         mfu=tflops / peak if peak else None,
         loss=final,
-        load=load.item(),
+        load=loads.max().item(),
+        idle=(loads < 0.1).float().mean().item(),
         curve=tuple(curve),
     )
     return {n: w.detach() for n, w in weights.items()}, done
 
 
-def _spent(recipe: Training, step: int, started: float) -> float:
-    """Fraction of the budget."""
-    return step / recipe.steps if recipe.steps is not None else (time.perf_counter() - started) / (60 * recipe.minutes)
+class _Budget:
+    """How much of the budget is spent. The first step, which compiles, is within a budget of time, but no schedule counts it."""
+
+    def __init__(self, recipe: Training) -> None:
+        self.recipe, self.started, self.begun = recipe, time.perf_counter(), None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.started
+
+    def spent(self, step: int) -> float:
+        """Fraction that is spent before step `step`, from 0 to 1; there is always a first step."""
+        if self.recipe.steps is not None:
+            return step / self.recipe.steps
+        if step == 0:
+            return 0.0
+        if self.begun is None:
+            self.begun = self.seconds
+        left = 60 * self.recipe.minutes - self.begun
+        return min(1.0, (self.seconds - self.begun) / left) if left > 0 else 1.0
+
+
+def _finite(loss: Tensor, step: int) -> float:
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FloatingPointError(f"loss {value} at step {step}")
+    return value
 
 
 def _optimizers(trained: Weights, recipe: Training, on_gpu: bool) -> list[torch.optim.Optimizer]:
@@ -231,13 +258,13 @@ def _optimizers(trained: Weights, recipe: Training, on_gpu: bool) -> list[torch.
 
 @torch.no_grad()
 def _balance(weights: Weights, counts: dict[int, Tensor], rate: float) -> Tensor:
-    """Move each router's bias toward the mean load; returns the largest load of any expert over the mean (a scalar on the device)."""
-    worst = []
+    """Move each router's bias toward the mean load; returns each expert's load over the mean [layers, E], on the device."""
+    loads = []
     for layer, count in counts.items():
         load = count.float()
         weights[f"model.layers.{layer}.block_sparse_moe.e_score_correction_bias"] += rate * (load.mean() - load).sign()
-        worst.append(load.max() / load.mean())
-    return torch.stack(worst).max()
+        loads.append(load / load.mean())
+    return torch.stack(loads)
 
 
 def peak_tflops(device: torch.device) -> float | None:
