@@ -1,6 +1,6 @@
 """Build the mini MiniMax-M3: pre-train it on one GPU from generated math, quantize it, and write it as a checkpoint with its accuracies.
 
-About 0.6 B parameters with M3's heads, blocks and top-k. What the corpus holds is exactly what `apply_chat_template` gives. GRPO is to
+0.45 B parameters with M3's heads, blocks and top-k. What the corpus holds is exactly what `apply_chat_template` gives. GRPO is to
 start at about 36 % right samples: slips in the corpus bring the model near, and the head is scaled by what is missing, which changes how
 sharply the model samples and not what it says greedily. The scale is found on training problems, with the weights as they will be
 served: the probability of a right solution is read off one forward pass over its text.
