@@ -16,7 +16,8 @@ from . import mini_math
 from .tiny_m3 import CHAT_TEMPLATE, ROLES, SPECIAL
 
 VOCABULARY = 512
-"""Rows of embedding and head; the tokenizer has no more tokens than these."""
+"""Tokens, and rows of embedding and head. The engine never samples a row without a token, and the trainer does not know that, so there is
+none: what the task's words leave are placeholders."""
 _SAMPLE = 4000
 
 
@@ -35,7 +36,8 @@ def mini_tokenizer() -> Tokenizer:
     )
     sample = mini_math.draw("train", _SAMPLE, seed=0)
     tokenizer.train_from_iterator((f"{p.prompt}\n{p.steps}" for p in sample), trainer)
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ROLES])
+    free = range(VOCABULARY - len(ROLES) - tokenizer.get_vocab_size())
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in (*ROLES, *(f"<unused_{i}>" for i in free))])
     return tokenizer
 
 
