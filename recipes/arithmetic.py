@@ -13,18 +13,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+
+from .generated import GeneratedTask, Split
 
 DATA_SOURCE = "samebits/arithmetic"
 MAX_RESPONSE_TOKENS = 26
 """Longest worked steps with the end token (25, `answer:` being one token), and one to spare."""
 _HELD_OUT_ONE_IN = 11
-_RESPONSE = re.compile(r"(?P<steps>.*)answer:(?P<number>[0-9]{1,9})(?:<eos>)?", re.DOTALL)
-
-Split = Literal["train", "test"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,55 +89,5 @@ def draw(split: Split, count: int, seed: int = 0) -> list[Problem]:
     return random.Random(seed).sample(pool, count)
 
 
-def stated(text: str) -> str | None:
-    """The one final number that `text` gives; None when it gives none, several, or more text after it."""
-    match = _RESPONSE.fullmatch(text)
-    return None if match is None or "answer:" in match["steps"] else match["number"]
-
-
-def grade(text: str, answer: str) -> float:
-    """+1.0 when `text` gives exactly one answer, it equals `answer` as a number, and nothing but `<eos>` follows it; else -1.0.
-
-    A text cut before or inside the number is wrong. One cut between the whole number and `<eos>` cannot be told from a finished
-    one where the end token is stripped, as verl strips it; `MAX_RESPONSE_TOKENS` leaves room for it.
-    """
-    number = stated(text)
-    return 1.0 if number is not None and int(number) == int(answer) else -1.0
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
-) -> dict[str, float]:
-    """verl's custom reward function: `score` (+1 or -1) and `acc` (1 or 0). Raises `ValueError` on data of another task.
-
-    A response that was cut off (`extra_info["finish_reason"] == "length"`) is wrong, whatever it says.
-    """
-    if data_source != DATA_SOURCE:
-        raise ValueError(f"reward of {DATA_SOURCE} was asked to grade {data_source!r}")
-    truncated = (extra_info or {}).get("finish_reason") == "length"
-    score = -1.0 if truncated else grade(solution_str, ground_truth)
-    return {"score": score, "acc": float(score > 0)}
-
-
-def row(problem: Problem, split: Split, index: int) -> dict[str, Any]:
-    """One row of a verl data file."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": problem.prompt}],
-        "reward_model": {"style": "rule", "ground_truth": problem.answer},
-        "extra_info": {"index": index, "split": split},
-    }
-
-
-def write_parquet(folder: Path, train: int, test: int, seed: int = 0) -> tuple[Path, Path]:
-    """Write `train.parquet` and `test.parquet` with so many distinct problems each; returns their paths."""
-    from datasets import Dataset
-
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    sizes: list[tuple[Split, int]] = [("train", train), ("test", test)]
-    for split, count in sizes:
-        path = folder / f"{split}.parquet"
-        Dataset.from_list([row(p, split, i) for i, p in enumerate(draw(split, count, seed))]).to_parquet(path)
-        paths.append(path)
-    return paths[0], paths[1]
+TASK = GeneratedTask(DATA_SOURCE, r"answer:(?P<number>[0-9]{1,9})", draw)
+stated, grade, compute_score, row, write_parquet = TASK.stated, TASK.grade, TASK.compute_score, TASK.row, TASK.write_parquet

@@ -124,7 +124,8 @@ def show(report: Report, console: Console) -> None:
         for text in found.missing:
             line(f"  - {text}")
     elif not found.checkpoint_here:
-        line(f"samebits quantize SOURCE {recipe.model} makes the checkpoint that the recipe trains")
+        maker = "mini-m3" if recipe.architecture == "mini-m3" else "quantize SOURCE"
+        line(f"samebits {maker} {recipe.model} makes the checkpoint that the recipe trains")
 
 
 def _memory_table(memory: MemoryReport) -> Table:

@@ -1,4 +1,4 @@
-"""The command line of samebits: train, eval, serve, verify, report, quantize, plan, bench, tiny-m3.
+"""The command line of samebits: train, eval, serve, verify, report, quantize, plan, bench, tiny-m3, mini-m3.
 
 Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input. Errors are one line on standard error.
 """
@@ -141,6 +141,38 @@ def tiny_m3(
         raise fail(f"{out} is not empty", 2)
     report = build(out, seed=seed)
     console.print_json(data=report)
+
+
+@app.command("mini-m3")
+def mini_m3(
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="seed of weights and data")] = 0,
+    minutes: Annotated[float, typer.Option(help="time for training; it ends when the time is over")] = 8.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="number of steps instead of a time")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+) -> None:
+    """Pre-train the mini MiniMax-M3 on generated math on one GPU, quantize it, and measure it."""
+    import torch
+
+    from .mini_m3 import build, show
+    from .mini_train import Training
+
+    if device not in ("cuda", "cpu"):
+        raise fail(f"--device must be cuda or cpu, not {device!r}", 2)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise fail("--device cuda: no CUDA GPU is available", 2)
+    if not 0 < minutes < float("inf"):
+        raise fail(f"--minutes must be positive, not {minutes:g}", 2)
+    try:
+        report = build(out, seed, Training(minutes=minutes, steps=steps), device, console=console)
+    except (FileExistsError, ValueError, OSError) as error:
+        raise fail(str(error), 2) from None
+    except FloatingPointError as error:
+        raise fail(f"training diverged: {error}; nothing was written", 1) from None
+    except KeyboardInterrupt:
+        raise fail("interrupted; nothing was written", 130) from None
+    show(report, console)
+    console.print(f"wrote {out}; pretrain.json in it has the figures", highlight=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """The prompts of a recipe's task: where they come from, what identifies them, and how they get into the run directory.
 
-A task is a module with verl's reward function and a source of problems. `arithmetic` generates its own. `dapo-math` reads `data_source`:
-the held-out set first, then the training set without the problems of every evaluation set. Both are written as parquet files that verl
-reads, always in the same order, so a resumed run finds the very same rows. Their fingerprints are kept with the run and its checkpoints.
+A task is a module with verl's reward function and a source of problems. `arithmetic` and `mini-math` generate their own. `dapo-math` reads
+`data_source`: the held-out set first, then the training set without the problems of every evaluation set. All are written as parquet
+files that verl reads, always in the same order, so a resumed run finds the very same rows. Their fingerprints are kept with the run and
+its checkpoints.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import arithmetic
+from . import arithmetic, mini_math
 
 if TYPE_CHECKING:
     from .config import Recipe
     from .math_data import ProblemSet
 
-TASKS = {"arithmetic": f"pkg://{arithmetic.__name__}", "dapo-math": f"pkg://{__package__}.grading"}
+GENERATED = {"arithmetic": arithmetic.TASK, "mini-math": mini_math.TASK}
+"""Tasks that make their problems."""
+TASKS = {
+    "arithmetic": f"pkg://{arithmetic.__name__}",
+    "dapo-math": f"pkg://{__package__}.grading",
+    "mini-math": f"pkg://{mini_math.__name__}",
+}
 """Module of each task, as verl names one; its `compute_score` is verl's reward function."""
 HELD_OUT = 512
 TRAIN_PROMPTS = 20000
@@ -63,10 +70,11 @@ def task_data(recipe: Recipe) -> TaskData:
     """The data of the recipe's task. Raises `math_data.DataError` in one line when it cannot be read or used as it is."""
     if recipe.task == "dapo-math":
         return _math(recipe)
-    splits = {"train": arithmetic.draw("train", TRAIN_PROMPTS, recipe.seed), "test": arithmetic.draw("test", HELD_OUT, recipe.seed)}
+    task = GENERATED[recipe.task]
+    splits = {"train": task.draw("train", TRAIN_PROMPTS, recipe.seed), "test": task.draw("test", HELD_OUT, recipe.seed)}
     prints = {name: hashlib.sha256("\n".join(p.prompt for p in found).encode()).hexdigest()[:32] for name, found in splits.items()}
     return TaskData(
-        TRAIN_PROMPTS, HELD_OUT, prints, lambda folder: arithmetic.write_parquet(folder, TRAIN_PROMPTS, HELD_OUT, recipe.seed) and None
+        TRAIN_PROMPTS, HELD_OUT, prints, lambda folder: task.write_parquet(folder, TRAIN_PROMPTS, HELD_OUT, recipe.seed) and None
     )
 
 

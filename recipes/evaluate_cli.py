@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .data import GENERATED
 from .terminal import fail, require_writable, write_json
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def evaluate(
     recipe: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")] = None,
     adapter: Annotated[Path | None, typer.Option(help="adapter folder of a run, runs/NAME/adapters/step_N")] = None,
-    task: Annotated[str | None, typer.Option(help="arithmetic, aime24, aime25, a hub name or a file; default: the recipe's")] = None,
+    task: Annotated[str | None, typer.Option(help="arithmetic, mini-math, aime24, aime25, a hub name or a file; default: recipe's")] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="responses to each problem")] = 32,
     out: Annotated[Path | None, typer.Option(help="folder of the responses; default: evaluations/ of the run directory")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first so many problems")] = None,
@@ -128,7 +129,7 @@ def evaluate(
 
 def default_task(recipe: Recipe) -> str:
     """The task of an evaluation that names none: the held-out set of the recipe's own task."""
-    return "arithmetic" if recipe.task == "arithmetic" else recipe.data_source.test or "aime24"
+    return recipe.task if recipe.task in GENERATED else recipe.data_source.test or "aime24"
 
 
 def default_folder(task: str, label: str) -> str:

@@ -17,12 +17,22 @@ from torch import Tensor
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # quintic Newton-Schulz iteration, steepest at zero
 
 
-def orthogonalise(g: Tensor, iterations: int = 5) -> Tensor:
-    """Approximate U V^T of the SVD of each matrix of `g` [..., N, K]: singular values end between about 0.7 and 1.2."""
+def orthogonalise(g: Tensor, iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Approximate U V^T of the SVD of each matrix of `g` [..., N, K]: singular values end between about 0.7 and 1.2.
+
+    `dtype`: of the iteration and the result; None: that of `g`. In bf16 a GPU is several times as fast. Given, the sums are made inside
+    the products: fewer passes, other last bits.
+    """
     a, b, c = _COEFFICIENTS
     tall = g.shape[-2] > g.shape[-1]
     x = g.mT if tall else g
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype or g.dtype)
+    if dtype is not None:
+        x = x.view(-1, *x.shape[-2:])
+        for _ in range(iterations):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return (x.mT if tall else x).view(g.shape)
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -32,8 +42,10 @@ def orthogonalise(g: Tensor, iterations: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay, over matrices [N, K] or stacks of them [E, N, K]."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.01, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dtype": dtype})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -44,6 +56,6 @@ class Muon(torch.optim.Optimizer):
                     continue
                 velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
                 velocity.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(p.grad.lerp(velocity, group["momentum"]))
+                update = orthogonalise(p.grad.lerp(velocity, group["momentum"]), dtype=group["dtype"])
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape[-2:])))

@@ -53,25 +53,30 @@ class Sizes:
 Weights = dict[str, Tensor]
 
 
-def initialise(sizes: Sizes, seed: int) -> Weights:
-    """Random fp32 weights. Norms and router bias are zero; projections into the residual stream are scaled down by depth."""
-    g = torch.Generator().manual_seed(seed)
+def initialise(sizes: Sizes, seed: int, device: torch.device | str = "cpu") -> Weights:
+    """Random fp32 weights, by seed on one kind of device. Norms and router bias are zero; projections into the residual stream are
+    scaled down by depth.
+    """
+    g = torch.Generator(device).manual_seed(seed)
     s = sizes
 
     def w(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(*shape, generator=g) * (scale / math.sqrt(shape[-1]))
+        return torch.randn(*shape, generator=g, device=device) * (scale / math.sqrt(shape[-1]))
+
+    def zeros(size: int) -> Tensor:
+        return torch.zeros(size, device=device)
 
     out = 1 / math.sqrt(2 * s.layers)
     weights = {
-        "model.embed_tokens.weight": torch.randn(s.vocab, s.hidden, generator=g) * 0.5,
+        "model.embed_tokens.weight": torch.randn(s.vocab, s.hidden, generator=g, device=device) * 0.5,
         "lm_head.weight": w(s.vocab, s.hidden, scale=0.5),
-        "model.norm.weight": torch.zeros(s.hidden),
+        "model.norm.weight": zeros(s.hidden),
     }
     for layer, moe in enumerate(s.moe_layer_freq):
         p = f"model.layers.{layer}."
         a = p + "self_attn."
-        weights |= {p + f"{n}.weight": torch.zeros(s.hidden) for n in ("input_layernorm", "post_attention_layernorm")}
-        weights |= {a + f"{n}.weight": torch.zeros(s.head_dim) for n in ("q_norm", "k_norm")}
+        weights |= {p + f"{n}.weight": zeros(s.hidden) for n in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {a + f"{n}.weight": zeros(s.head_dim) for n in ("q_norm", "k_norm")}
         weights |= {
             a + "q_proj.weight": w(s.heads * s.head_dim, s.hidden),
             a + "k_proj.weight": w(s.kv_heads * s.head_dim, s.hidden),
@@ -88,7 +93,7 @@ def initialise(sizes: Sizes, seed: int) -> Weights:
         if moe:
             weights |= {
                 m + "gate.weight": w(s.experts, s.hidden),
-                m + "e_score_correction_bias": torch.zeros(s.experts),
+                m + "e_score_correction_bias": zeros(s.experts),
                 m + "experts.w1": w(s.experts, s.intermediate, s.hidden),
                 m + "experts.w2": w(s.experts, s.hidden, s.intermediate, scale=out),
                 m + "experts.w3": w(s.experts, s.intermediate, s.hidden),

@@ -170,7 +170,7 @@ def test_step_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "m31-flas"], "unknown model 'm31-flas'; known: m31-flash, qwen3-30b-a3b; did you mean m31-flash?"),
+        (["--model", "m31-flas"], "unknown model 'm31-flas'; known: m31-flash, qwen3-30b-a3b, mini-m3; did you mean m31-flash?"),
         (["--gpu", "b30"], "unknown GPU 'b30'; known: b300, gb300, b200, h200, h100, mi355x; did you mean b300?"),
         (["--layout", "ep4"], "layout must be dep<N> or tp<N>, not 'ep4'"),
         (["--layout", "dep0"], "layout must be dep<N> or tp<N>, not 'dep0'"),
