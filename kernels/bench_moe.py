@@ -37,7 +37,7 @@ from .moe import ExpertLoRA, moe
 HIDDEN, WIDTH, EXPERTS, TOP, RANK = 6144, 3072, 128, 4, 32
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 TRAINED = 8192
-LINEAR_TOKENS = (1, 64, 1024)
+LINEAR_TOKENS = (1, 64, 1024, 4096)
 LINEARS = {"qkv": (9216, 6144), "o": (6144, 8192), "shared gate and up": (6144, 6144), "shared down": (6144, 3072)}
 ACT = SwiGLU()
 
@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     result = run(tuple(args.tokens), set(args.skip), lambda r: args.json and args.json.write_text(json.dumps(r, indent=1) + "\n"))
     show(result)
-    return 0 if result["right"] and not any("error" in line and line["name"].startswith("samebits") for line in result["experts"]) else 1
+    ours = [line for part in ("experts", "training", "linear") for line in result[part] if "samebits" in line["name"]]
+    return 0 if result["right"] and not any("error" in line for line in ours) else 1
 
 
 def graph_us(calls: list[Callable[[], Any]], budget_ms: float = 80) -> float:
@@ -161,19 +162,27 @@ def expert_line(
 ) -> dict[str, Any]:
     """Time of one side over these batches beside its floors, and what `error` finds its relative error to be; or why there is none."""
     count, hit = len(made[0][0]), statistics.mean(len(ids.unique()) for _, ids, _ in made)
-    line = {"tokens": count, "experts_hit": hit, "name": name}
-    try:
+
+    def measure() -> dict[str, Any]:
         with torch.no_grad():
             us = graph_us([lambda batch=batch: call(*batch) for batch in made])
-            line |= {} if error is None else {"relative_error": error()}
-    except Exception as failure:  # one side's failure, out of memory say, is a result: the other sides are still compared
+            found = {} if error is None else {"relative_error": error()}
+        found |= {"us": us, "tflop_s": count * TOP * EXPERT_FLOP / us / 1e6}
+        found["floor_flop_us"] = count * TOP * EXPERT_FLOP / ceiling["dense_tflop_s"] / 1e6
+        if "one dense" not in name:
+            moved = hit * ((DENSE_BYTES if "bf16" in name else EXPERT_BYTES) + (ADAPTER_BYTES if "LoRA" in name else 0))
+            found |= {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"], "floor_bytes_us": moved / ceiling["copy_gb_s"] / 1e3}
+        return found
+
+    return found_or_error({"tokens": count, "experts_hit": hit, "name": name}, measure)
+
+
+def found_or_error(line: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`line` with what was measured. One side's failure, out of memory say, is a result: the other sides are still compared."""
+    try:
+        return line | measure()
+    except Exception as failure:
         return line | {"error": f"{type(failure).__name__}: {str(failure).split(chr(10))[0]}"}
-    line |= {"us": us, "tflop_s": count * TOP * EXPERT_FLOP / us / 1e6}
-    line["floor_flop_us"] = count * TOP * EXPERT_FLOP / ceiling["dense_tflop_s"] / 1e6
-    if "one dense" not in name:
-        moved = hit * ((DENSE_BYTES if "bf16" in name else EXPERT_BYTES) + (ADAPTER_BYTES if "LoRA" in name else 0))
-        line |= {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"], "floor_bytes_us": moved / ceiling["copy_gb_s"] / 1e3}
-    return line
 
 
 def expert_lines(
@@ -227,27 +236,25 @@ def training_lines(dense: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
         "samebits, recompute": lambda: moe(x, w13, w2, ids, weights, ACT, lora, recompute=True),
         "torch grouped_mm bf16": lambda: grouped_experts(x, *dense, ids, weights, lora),
     }
-    lines = []
-    for name, call in calls.items():
-        packed = "samebits" in name
+
+    def measure(name: str, call: Callable[[], Tensor]) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         forward = _median_us(call, 200)
-        us = _median_us(lambda call=call: torch.autograd.grad(call(), leaves, grad), 400)
-        weight_bytes = sum(t.nbytes for t in (*w13[:3], *w2[:3])) if packed else sum(t.nbytes for t in dense)
-        lines.append(
-            {
-                "tokens": TRAINED,
-                "name": f"forward and backward, {name}",
-                "us": us,
-                "forward_us": forward,
-                "tflop_s": 2 * TRAINED * TOP * EXPERT_FLOP / us / 1e6,
-                "weight_gib": weight_bytes / 2**30,
-                "peak_gib_above_weights": (torch.cuda.max_memory_allocated() - held) / 2**30,
-            }
-        )
-    return lines
+        us = _median_us(lambda: torch.autograd.grad(call(), leaves, grad), 400)
+        return {
+            "us": us,
+            "forward_us": forward,
+            "tflop_s": 2 * TRAINED * TOP * EXPERT_FLOP / us / 1e6,
+            "weight_gib": sum(t.nbytes for t in ((*w13[:3], *w2[:3]) if "samebits" in name else dense)) / 2**30,
+            "peak_gib_above_weights": (torch.cuda.max_memory_allocated() - held) / 2**30,
+        }
+
+    return [
+        found_or_error({"tokens": TRAINED, "name": f"forward and backward, {name}"}, lambda name=name, call=call: measure(name, call))
+        for name, call in calls.items()
+    ]
 
 
 def linear_lines(ceiling: dict[str, float]) -> list[dict[str, Any]]:
@@ -260,16 +267,21 @@ def linear_lines(ceiling: dict[str, float]) -> list[dict[str, Any]]:
         lora = [LoRA(torch.randn(1, RANK, k, device="cuda").bfloat16(), torch.randn(1, n, RANK, device="cuda").bfloat16()) for _ in dense]
         for count in LINEAR_TOKENS:
             x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
-            with torch.no_grad():
-                times = {
-                    "samebits": graph_us([lambda w=w, x=x: lora_linear(x, w) for w in packed]),
-                    "samebits, LoRA": graph_us([lambda w=w, a=a, x=x: lora_linear(x, w, a) for w, a in zip(packed, lora, strict=True)]),
-                    "torch bf16": graph_us([lambda w=w, x=x: F.linear(x, w) for w in dense]),
-                }
-            for side, us in times.items():
+            calls = {
+                "samebits": [lambda w=w, x=x: lora_linear(x, w) for w in packed],
+                "samebits, LoRA": [lambda w=w, a=a, x=x: lora_linear(x, w, a) for w, a in zip(packed, lora, strict=True)],
+                "torch bf16": [lambda w=w, x=x: F.linear(x, w) for w in dense],
+            }
+
+            def measure(side: str, count=count, n=n, k=k, calls=calls) -> dict[str, Any]:
+                with torch.no_grad():
+                    us = graph_us(calls[side])
                 moved = n * k * (2 if "bf16" in side else 33 / 32) + 2 * count * (n + k)
-                line = {"tokens": count, "name": f"{name} {n} x {k}, {side}", "us": us, "tflop_s": 2 * count * n * k / us / 1e6}
-                lines.append(line | {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"]})
+                return {"us": us, "tflop_s": 2 * count * n * k / us / 1e6, "of_copy": moved / us / 1e3 / ceiling["copy_gb_s"]}
+
+            for side in calls:
+                line = {"tokens": count, "name": f"{name} {n} x {k}, {side}"}
+                lines.append(found_or_error(line, lambda side=side, measure=measure: measure(side)))
     return lines
 
 

@@ -143,14 +143,14 @@ def vllm_lines(
     """
     try:
         from vllm.config import VllmConfig, set_current_vllm_config
-    except ImportError as error:
-        return [], f"vLLM: {error}"
-    with set_current_vllm_config(VllmConfig()):
-        try:
+
+        config = VllmConfig()
+        with set_current_vllm_config(config):
             sides, announce = peers(max(made), shape, adapters, dense)
-        except Exception as error:  # of another version, or of the device: the other figures of the run stand without
-            return [], f"vLLM: {type(error).__name__}: {str(error).split(chr(10))[0]}"
-        lines = []
+    except Exception as error:  # not installed, of another version, or the device's: the other figures of the run stand without
+        return [], f"vLLM: {type(error).__name__}: {str(error).split(chr(10))[0]}"
+    lines = []
+    with set_current_vllm_config(config):
         for count, batches in made.items():
             batches = [(x, ids.to(torch.int32), weights) for x, ids, weights in batches]  # as vLLM's router gives them
             few = tuple(part[:2].contiguous() for part in batches[0])
@@ -162,4 +162,4 @@ def vllm_lines(
 
                 announce(count)
                 lines.append(line(side.name, batches, side.call, error))
-        return lines, None
+    return lines, None
