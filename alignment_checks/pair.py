@@ -434,6 +434,8 @@ def start(config: DictConfig, folder: Path, limits: Limits, vocabulary: int, see
     except (AdapterError, ValueError, RuntimeError, OSError) as error:
         raise PairError(f"the trainer did not start: {_last_line(error)}") from error
     engines = [Replica(config, i, seed) for i in range(replicas)]
+    for engine in engines:  # as verl does with the engines of a job; the trainer counts tokens alone too
+        engine.rpc("monkey_patch_model", vocabulary)
     return Pair(trainer, engines, Checkpoint(folder), limits, vocabulary)
 
 

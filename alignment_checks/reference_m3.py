@@ -22,7 +22,8 @@ from samebits.quant.kv import round_trip
 class ReferenceM3:
     """The text model of a checkpoint folder, with the adapter tensors `adapter` where given, and an NVFP4 cache where `packed_kv`."""
 
-    def __init__(self, folder: Path, adapter: dict[str, Tensor] | None = None, packed_kv: bool = False) -> None:
+    def __init__(self, folder: Path, adapter: dict[str, Tensor] | None = None, packed_kv: bool = False, tokens: int | None = None) -> None:
+        """`tokens`: rows of the head that are tokens; the others have no probability. None: all."""
         checkpoint = Checkpoint(folder)
         self.c = checkpoint.config["text_config"]
         self.w = {}
@@ -33,6 +34,7 @@ class ReferenceM3:
             elif isinstance(stored, mxfp8.MXFP8Tensor):
                 stored = mxfp8.dequantize(stored)
             self.w[module] = stored.float()
+        self.w["lm_head"] = self.w["lm_head"][:tokens]
         self.bias = {
             i: checkpoint.tensor(f"model.layers.{i}.block_sparse_moe.e_score_correction_bias").float()
             for i, moe in enumerate(self.c["moe_layer_freq"])

@@ -39,7 +39,7 @@ class Suite:
         """The plain forward with an adapter."""
         if self._model is None:
             packed = self.pair.trainer.profile.kv_cache == "nvfp4"
-            self._model = ReferenceM3(self.pair.checkpoint.folder, packed_kv=packed)
+            self._model = ReferenceM3(self.pair.checkpoint.folder, packed_kv=packed, tokens=self.pair.vocabulary)
         self._model.set_adapter(adapter)
         return self._model
 

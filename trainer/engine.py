@@ -102,6 +102,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             roles = target_roles(config.target_modules)
             settings = LoRASettings(config.lora_rank, config.lora_alpha, roles, self.engine_config.seed)
         module = M3ForTraining(checkpoint, profile, settings, wrap=self._shard, pack_on=pack_device(profile))
+        if config.tokenizer is not None:
+            module.only_tokens(len(config.tokenizer))
         module.checkpoint_activations(config.enable_gradient_checkpointing)
         module.recompute_experts(recompute)
         return module

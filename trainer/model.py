@@ -295,6 +295,7 @@ class M3ForTraining(nn.Module):
             self.layers.append(layer)
         self.norm = PackedBase(checkpoint.tensor("model.norm.weight"))
         self.head = PackedBase(checkpoint.tensor("lm_head.weight"))
+        self.tokens = self.dims.vocab
         if wrap is not None:
             wrap(self)
 
@@ -334,7 +335,7 @@ class M3ForTraining(nn.Module):
             choices.append(out._replace(x=None, residual=None))
         h, _ = gemma_rms_norm_add(x, residual, self.norm.value(), dims.eps)
         tap("model.norm", h)
-        logprobs, ent = token_logprobs(h, self.head.value(), labels, temperature, entropy)
+        logprobs, ent = token_logprobs(h, self.head.value()[: self.tokens], labels, temperature, entropy)
         none = torch.zeros((), dtype=torch.int64, device=tokens.device)
         return M3Output(
             logprobs,
@@ -344,6 +345,15 @@ class M3ForTraining(nn.Module):
             self._layered([c.ids for c in choices], (len(tokens), dims.top_k)) if capture else None,
             self._layered([c.blocks for c in choices], (len(tokens), dims.shape.kv_heads, dims.sparse.topk)) if capture else None,
         )
+
+    def only_tokens(self, count: int) -> None:
+        """Take log-probabilities over the first `count` rows of the head: those that are tokens, as the engine never samples the others.
+
+        Raises `ValueError` when the head has fewer rows.
+        """
+        if not 0 < count <= self.dims.vocab:
+            raise ValueError(f"the tokenizer has {count} tokens, the head {self.dims.vocab} rows")
+        self.tokens = count
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

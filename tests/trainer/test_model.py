@@ -250,6 +250,24 @@ def test_experts_with_two_global_scales_are_refused(m3):
         M3ForTraining(Broken(m3), get_profile("w4a16-fp32"))
 
 
+def test_rows_of_the_head_that_are_no_tokens_have_no_probability(make_model, packed):
+    """As in the engine, which never samples them (`forbid_tokens`)."""
+    model = make_model()
+    tokens, lengths, labels, temperature, *_ = batch = packed(30)
+    with torch.no_grad():
+        whole = model(*batch, entropy=True)
+        model.only_tokens(90)
+        cut = model(tokens, lengths, labels.clamp_max(89), temperature, entropy=True)
+        model.only_tokens(96)
+        assert torch.equal(model(*batch).logprobs, whole.logprobs)
+    kept = labels < 90
+    # What the six rows had is shared out: every other token gains, by the same factor in a row.
+    assert (cut.logprobs[kept] > whole.logprobs[kept]).all() and (cut.entropy != whole.entropy).all()
+    for count in (0, 97):
+        with pytest.raises(ValueError, match=f"the tokenizer has {count} tokens, the head 96 rows"):
+            model.only_tokens(count)
+
+
 def test_temperature_divides_the_logits_once():
     hidden, weight = torch.eye(3)[:1], torch.tensor([[2.0, 0, 0], [1, 0, 0], [0, 0, 0]])
     logprob, entropy = token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([0.5]), entropy=True)
