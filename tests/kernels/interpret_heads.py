@@ -83,16 +83,16 @@ def projected() -> None:
 
     whole = triton_msa_project._whole
     for form, slots in (("nvfp4", 0), ("bf16", 1), ("nvfp4", 2)):
-        args, caches = insert_case(form, tokens=19, heads=2, groups=1)
+        args, caches = insert_case(form, tokens=40, heads=2, groups=1)
         _, *views = one_buffer(*caches)
         norms, table, position, where = args[5:]
         heads = 6
         if slots == 1:
             heads, norms, caches[1], views[1] = 4, without_indexer(args)[5], None, None
         weight = pack_linear(mxfp8.quantize(torch.randn(heads * 128, 160, generator=g) * 0.1))
-        x = torch.randn(19, 160, generator=g).bfloat16()
+        x = torch.randn(40, 160, generator=g).bfloat16()
         loras = msa_ops.HeadLoRA(adapter(slots, 2), adapter(slots, 1), None) if slots else None
-        ids = (torch.arange(19) % 3 - 1).int() if slots > 1 else None
+        ids = (torch.arange(40) % 3 - 1).int() if slots > 1 else None
         rest = (norms, table, position, where)
         want = msa_ops.project_insert(x, weight, loras, ids, *rest, *caches)
         cut = None
