@@ -132,12 +132,13 @@ def _put_away(
     inside = token < pairs
     a, b, c, d = _head_quarters(y, BT)
     if kind != 2:
+        turn = angles(cos_ptr, sin_ptr, tl.maximum(tl.load(position_ptr + token, mask=inside, other=0), 0), ROTARY)
+        norm_ptr = tl.where(kind == 4, index_k_norm_ptr, _one_of(kind, q_norm_ptr, k_norm_ptr, index_q_norm_ptr))
+        weight = norm_weights(norm_ptr + token * 0)
         # The sum is made where the product left its terms, in the order of `inverse_rms`.
         rows = tl.trans(y.to(tl.float32))
         inverse = inverse_root(tree_sum(rows * rows) * 0.0078125, eps)
-        turn = angles(cos_ptr, sin_ptr, tl.maximum(tl.load(position_ptr + token, mask=inside, other=0), 0), ROTARY)
-        norm_ptr = tl.where(kind == 4, index_k_norm_ptr, _one_of(kind, q_norm_ptr, k_norm_ptr, index_q_norm_ptr))
-        a, b, c, d = normed_rotated(a, b, c, d, inverse, norm_weights(norm_ptr + token * 0), turn, ROTARY)
+        a, b, c, d = normed_rotated(a, b, c, d, inverse, weight, turn, ROTARY)
     if (kind == 0) | (kind == 3):
         q_out_ptr, index_q_out_ptr = queries
         at = token.to(tl.int64) * tl.where(kind == 0, H, G) + head
