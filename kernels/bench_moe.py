@@ -1,12 +1,13 @@
 """Speed of the routed experts and of MXFP8 linear layers at MiniMax-M3's shape: `python -m samebits.kernels.bench_moe --json FILE`.
 
 One run, on one CUDA device, holds everything it compares: samebits with and without rank-32 adapters on all experts; bf16 experts through
-`torch.nn.functional.grouped_mm`; one dense bf16 product of the same size; vLLM's NVFP4 Marlin experts with and without its LoRA kernels
-where vLLM is installed, and their absence where it is not. Every forward is timed as replays of a CUDA graph over several batches with
-routes of their own (uniform, drawn at random), median of replays; the training step with events. Floors: the bytes of the experts that
-were hit over the speed of a device copy, and the operations over the speed of an 8192^3 bf16 product, both measured in the run.
+`torch.nn.functional.grouped_mm`, also with adapters; one dense bf16 product of the same size; where vLLM is installed its NVFP4 Marlin
+experts with and without its LoRA kernels and its bf16 Triton experts, and their absence where it is not. All sides of a number of tokens
+get the same batches, with routes of their own (uniform, drawn at random). Every forward is timed as replays of a CUDA graph over these
+batches, median of replays; the training step with events. Floors: the bytes of the experts that were hit over the speed of a device copy,
+and the operations over the speed of an 8192^3 bf16 product, both measured in the run. A side that fails leaves its error in its line.
 
-Needs torch and Triton alone. Exit code 1 when a result is wrong.
+Needs torch and Triton alone. Exit code 1 when a result of ours is wrong or missing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     result = run(tuple(args.tokens), set(args.skip), lambda r: args.json and args.json.write_text(json.dumps(r, indent=1) + "\n"))
     show(result)
-    return 0 if result["right"] else 1
+    return 0 if result["right"] and not any("error" in line and line["name"].startswith("samebits") for line in result["experts"]) else 1
 
 
 def graph_us(calls: list[Callable[[], Any]], budget_ms: float = 80) -> float:
@@ -94,7 +95,9 @@ def ceilings() -> dict[str, float]:
 def random_tiles(n: int, k: int) -> NVFP4Tiles:
     """EXPERTS matrices [n, k] of random codes, values about 1 / sqrt(k)."""
     codes = torch.randint(-(2**31), 2**31, (EXPERTS, k // 128, n, 16), dtype=torch.int32, device="cuda")
-    scales = torch.randint(120, 136, (EXPERTS, k // 128, n, 8), dtype=torch.uint8, device="cuda").view(torch.int64)[..., 0]
+    # As `expert_tiles` has them: bytes 120 to 135, four turned left by 4 bits, so that their halves are neighbours' lower and upper ones.
+    scales = torch.randint(120, 136, (EXPERTS, k // 128, n, 2, 4), dtype=torch.uint8, device="cuda").view(torch.int32).long() & 0xFFFFFFFF
+    scales = ((scales << 4 | scales >> 28) & 0xFFFFFFFF).to(torch.int32).view(EXPERTS, k // 128, n, 2).view(torch.int64)[..., 0]
     return NVFP4Tiles(codes, scales.contiguous(), torch.full((EXPERTS,), 1 / (120 * k**0.5), device="cuda"), k)
 
 
@@ -108,12 +111,16 @@ def random_adapters(b_size: float = 0.1) -> ExpertLoRA:
     return ExpertLoRA(pair(WIDTH, HIDDEN), pair(WIDTH, HIDDEN), pair(HIDDEN, WIDTH))
 
 
-def batches(tokens: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """x, ids and weights of uniformly routed tokens."""
+Batch = tuple[Tensor, Tensor, Tensor]  # x, ids and weights
+
+
+def batches(tokens: int, count: int) -> list[Batch]:
+    """Uniformly routed tokens: the same for every side that asks for as many."""
+    g = torch.Generator("cuda").manual_seed(tokens)
     made = []
     for _ in range(count):
-        weights, ids = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP, dim=1)
-        made.append((torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), ids, weights.softmax(1)))
+        weights, ids = torch.randn(tokens, EXPERTS, device="cuda", generator=g).topk(TOP, dim=1)
+        made.append((torch.randn(tokens, HIDDEN, device="cuda", generator=g).bfloat16(), ids, weights.softmax(1)))
     return made
 
 
@@ -145,17 +152,38 @@ def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Te
 
 EXPERT_FLOP = 2 * 3 * HIDDEN * WIDTH  # a pair's
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 9 // 16  # an expert's: half a byte a value, a byte of scale for sixteen
+DENSE_BYTES = 3 * HIDDEN * WIDTH * 2
 ADAPTER_BYTES = 3 * RANK * (HIDDEN + WIDTH) * 2
 
 
-def expert_lines(tokens: tuple[int, ...], ceiling: dict[str, float], dense: tuple[Tensor, Tensor] | None) -> list[dict[str, Any]]:
-    """Forward times. `dense`: bf16 experts for the peers."""
-    w13, w2, lora = random_tiles(2 * WIDTH, HIDDEN), random_tiles(HIDDEN, WIDTH), random_adapters()
+def expert_line(
+    name: str, made: list[Batch], call: Callable[..., Tensor], ceiling: dict[str, float], error: Callable[[], float] | None = None
+) -> dict[str, Any]:
+    """Time of one side over these batches beside its floors, and what `error` finds its relative error to be; or why there is none."""
+    count, hit = len(made[0][0]), statistics.mean(len(ids.unique()) for _, ids, _ in made)
+    line = {"tokens": count, "experts_hit": hit, "name": name}
+    try:
+        with torch.no_grad():
+            us = graph_us([lambda batch=batch: call(*batch) for batch in made])
+            line |= {} if error is None else {"relative_error": error()}
+    except Exception as failure:  # one side's failure, out of memory say, is a result: the other sides are still compared
+        return line | {"error": f"{type(failure).__name__}: {str(failure).split(chr(10))[0]}"}
+    line |= {"us": us, "tflop_s": count * TOP * EXPERT_FLOP / us / 1e6}
+    line["floor_flop_us"] = count * TOP * EXPERT_FLOP / ceiling["dense_tflop_s"] / 1e6
+    if "one dense" not in name:
+        moved = hit * ((DENSE_BYTES if "bf16" in name else EXPERT_BYTES) + (ADAPTER_BYTES if "LoRA" in name else 0))
+        line |= {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"], "floor_bytes_us": moved / ceiling["copy_gb_s"] / 1e3}
+    return line
+
+
+def expert_lines(
+    made: dict[int, list[Batch]], lora: ExpertLoRA, ceiling: dict[str, float], dense: tuple[Tensor, Tensor] | None
+) -> list[dict[str, Any]]:
+    """Forward times. `dense`: bf16 experts for the peers in torch."""
+    w13, w2 = random_tiles(2 * WIDTH, HIDDEN), random_tiles(HIDDEN, WIDTH)
     lines = []
-    for count in tokens:
-        made = batches(count, 8 if count <= 256 else 3)
-        hit = statistics.mean(len(ids.unique()) for _, ids, _ in made)
-        calls: dict[str, Callable[..., Any]] = {
+    for count, some in made.items():
+        calls: dict[str, Callable[..., Tensor]] = {
             "samebits": lambda x, ids, w: moe(x, w13, w2, ids, w, ACT),
             "samebits, LoRA": lambda x, ids, w: moe(x, w13, w2, ids, w, ACT, lora),
         }
@@ -166,16 +194,23 @@ def expert_lines(tokens: tuple[int, ...], ceiling: dict[str, float], dense: tupl
             calls["one dense bf16 expert for all pairs"] = lambda x, ids, w, pairs=pairs: F.linear(
                 F.linear(pairs, dense[0][0])[:, :WIDTH], dense[1][0]
             )
-        for name, call in calls.items():
-            with torch.no_grad():
-                us = graph_us([lambda batch=batch, call=call: call(*batch) for batch in made])
-            moved = hit * (EXPERT_BYTES + (ADAPTER_BYTES if "LoRA" in name else 0)) if "samebits" in name else None
-            line = {"tokens": count, "experts_hit": hit, "name": name, "us": us, "tflop_s": count * TOP * EXPERT_FLOP / us / 1e6}
-            line["floor_flop_us"] = count * TOP * EXPERT_FLOP / ceiling["dense_tflop_s"] / 1e6
-            if moved:
-                line |= {"of_copy": moved / us / 1e3 / ceiling["copy_gb_s"], "floor_bytes_us": moved / ceiling["copy_gb_s"] / 1e3}
-            lines.append(line)
+        lines += [expert_line(name, some, call, ceiling) for name, call in calls.items()]
     return lines
+
+
+def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By number of tokens: what the adapter costs us, and how many times as long as we each other side takes, like with like."""
+    rows = []
+    for count in dict.fromkeys(line["tokens"] for line in lines):
+        times = {line["name"]: line["us"] for line in lines if line["tokens"] == count and "us" in line}
+        if not {"samebits", "samebits, LoRA"} <= times.keys():
+            continue
+        row = {"tokens": count, "adapter_costs": times["samebits, LoRA"] / times["samebits"] - 1, "times_as_long": {}}
+        for name, us in times.items():
+            if not name.startswith("samebits") and "one dense" not in name:
+                row["times_as_long"][name] = us / times["samebits, LoRA" if "LoRA" in name else "samebits"]
+        rows.append(row)
+    return rows
 
 
 def training_lines(dense: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
@@ -272,14 +307,20 @@ def run(
             for e in range(EXPERTS):
                 w[e].normal_(0, w.shape[-1] ** -0.5)
     result |= {"experts": [], "training": [], "linear": [], "absent": []}
-    result["experts"] = expert_lines(tokens, ceiling, None if "peers" in skip else dense)
+    made = {count: batches(count, 8 if count <= 256 else 3) for count in tokens}
+    lora = random_adapters()
+    result["experts"] = expert_lines(made, lora, ceiling, None if "peers" in skip else dense)
     save(result)
     if "peers" not in skip:
-        from .bench_vllm import marlin_lines
+        from .bench_vllm import vllm_lines
 
-        lines, why_not = marlin_lines(tokens, batches, random_adapters())
+        lines, why_not = vllm_lines(
+            made, (HIDDEN, WIDTH, EXPERTS, TOP), lora, dense, lambda name, some, call, error: expert_line(name, some, call, ceiling, error)
+        )
         result["experts"] += lines
         result["absent"] += [why_not] if why_not else []
+    result["compared"] = compared(result["experts"])
+    del made, lora
     result["training"] = [] if "training" in skip else training_lines(dense)
     del dense
     save(result)
@@ -294,13 +335,22 @@ def show(result: dict[str, Any]) -> None:
     print("copy {copy_gb_s:.0f} GB/s, dense bf16 {dense_tflop_s:.0f} TFLOP/s".format(**result["ceilings"]))
     for part in ("experts", "training", "linear"):
         for line in result[part]:
-            text = f"{line['tokens']:5d} {line['name']:52s} {line['us']:9.1f} us {line['tflop_s']:6.0f} TFLOP/s"
+            text = f"{line['tokens']:5d} {line['name']:52s}"
+            if "error" in line:
+                print(text, line["error"])
+                continue
+            text += f" {line['us']:9.1f} us {line['tflop_s']:6.0f} TFLOP/s"
             if "of_copy" in line:
                 text += f" {100 * line['of_copy']:4.0f} % of copy"
+            if "relative_error" in line:
+                text += f", off by {line['relative_error']:.1e}"
             if "weight_gib" in line:
                 text += f"  forward {line['forward_us']:.0f} us, weights {line['weight_gib']:.2f} GiB"
                 text += f", {line['peak_gib_above_weights']:.2f} GiB more at most"
             print(text)
+    for row in result["compared"]:
+        others = "".join(f"; {name}: {times:.2f} times as long" for name, times in row["times_as_long"].items())
+        print(f"{row['tokens']:5d} adapter costs {100 * row['adapter_costs']:.1f} %{others}")
     for text in result["absent"]:
         print(f"absent: {text}")
     print("results are right" if result["right"] else "results are WRONG")

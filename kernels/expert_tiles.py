@@ -1,16 +1,18 @@
 """NVFP4 expert matrices in the order in which the Hopper kernels read them: an exact, reversible permutation of their bits.
 
 A chunk is 128 consecutive inputs (K) of one output row: 8 planes of 16, and a plane is one block of NVFP4, so it has one scale.
-    codes   int32 [E, chunks, N, 16]: word c of a row holds input c of each of the 8 planes
-    scales  int64 [E, chunks, N]: byte j (little endian) is the scale of plane j
+    codes   int32 [E, chunks, N, 16]: words 2i and 2i + 1 of a row hold inputs 2i and 2i + 1 of each of the 8 planes
+    scales  int64 [E, chunks, N]: the bytes j (little endian) are the scales of planes j, each half of four turned left by 4 bits
 A row's chunk is 64 + 8 bytes, neighbouring rows are neighbours in memory, and the 16 words of a row are what one matrix instruction of
 depth 16 takes, plane after plane: nothing is shuffled between threads.
 
-Within a word, the low half holds planes 0..3 and the high half planes 4..7, the bits placed so that a shift and a mask leave a sign
-at bit 15 and a magnitude at bits 8..6 of each half, which read as bf16 are the E2M1 value times 2^-126:
-    bit     15  14  13  12  11..9  8..6  5..3  2..0
-    plane   0s  2s  3s  1s  3      0     1     2        (s: sign; plus 4 in the high half)
-A scale is kept as unsigned E5M3 (value 1.mmm * 2^(eeeee - 10), byte 0 for zero), in which every E4M3 scale is a normal number.
+Decoding is what the kernels wait for, so the bits lie where it takes the fewest instructions. Two E2M1 whose signs are at bits 15 and 31,
+and magnitudes at 8..6 and 24..22, read as two bf16 of 2^-126 times their values; one mask takes them out. Of the 16 values of two words
+three pairs lie so in the first word, turned by different distances, and three in the second; what is left of both, mixed by one more
+mask, is a word that holds the last two. No arrangement does without the mixing: that pattern of bits does not tile a word.
+
+A scale is kept as unsigned E5M3 (value 1.mmm * 2^(eeeee - 10), byte 0 for zero), in which every E4M3 scale is a normal number. Turned by
+4 bits, the bytes 0 and 2 of four lie where bf16 has these bits, and after one turn by 8 the bytes 1 and 3.
 
 The bits of canonical tensors come back with `unpack_experts`, so that digests are taken of those.
 """
@@ -24,11 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.quant.blocks import fast_path
 from samebits.quant.nvfp4 import NVFP4Tensor
 
 CHUNK, PLANES, BLOCK = 128, 8, 16
-# Of planes 0..3 in a half: where the lowest magnitude bit and the sign bit go.
-MAGNITUDE_AT, SIGN_AT = (6, 3, 0, 9), (15, 12, 14, 13)
+# Where a plane's pair is: in the first word, the second or the mixed one (0, 1, 2), and how far that is turned right to bring it in place.
+PLACES = ((0, -6), (0, -2), (0, 4), (1, -4), (1, 0), (1, 6), (2, 2), (2, 8))
+MIXED = 0xC180C180  # bits that the mixed word takes from the first
 
 
 class NVFP4Tiles(NamedTuple):
@@ -38,6 +42,29 @@ class NVFP4Tiles(NamedTuple):
     scales: Tensor  # int64 [E, ceil(K / 128), N]
     global_scale: Tensor  # fp32 [E]
     inputs: int  # K
+
+
+@lru_cache(maxsize=1)
+def _runs() -> list[tuple[int, int, int, int, int, int]]:
+    """Runs of neighbouring bits: (plane, which input of two, lowest bit of the nibble, word, lowest bit of the word, length)."""
+    runs: list[tuple[int, int, int, int, int, int]] = []
+    for plane, (source, right) in enumerate(PLACES):
+        for which in range(2):
+            for bit, target in enumerate((6, 7, 8, 15)):
+                at = (target + 16 * which + right) % 32
+                word = source if source < 2 else 1 - (MIXED >> at & 1)
+                if runs:
+                    *same, low, last_word, last_at, length = runs[-1]
+                    if same == [plane, which] and last_word == word and last_at + length == at:
+                        runs[-1] = (plane, which, low, word, last_at, length + 1)
+                        continue
+                runs.append((plane, which, bit, word, at, 1))
+    return runs
+
+
+def _turn_left(four: Tensor, bits: int) -> Tensor:
+    """32 bits in each int64, turned."""
+    return (four << bits | four >> (32 - bits)) & 0xFFFFFFFF
 
 
 @lru_cache(maxsize=1)
@@ -74,16 +101,14 @@ def pack_experts(weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
         scale = there[scales[e].int()]
         bad[0] |= (scale < 0).any()
         bad[1] |= ((scale == 0) & ((nibbles.view(n, -1, BLOCK) & 7) != 0).any(-1)).any()
-        nibbles = F.pad(nibbles, (0, chunks * CHUNK - k)).view(n, chunks, PLANES, BLOCK).int()
-        magnitude, sign = nibbles & 7, nibbles >> 3
-        word = torch.zeros(n, chunks, BLOCK, dtype=torch.int32, device=codes.device)
-        for plane in range(PLANES):
-            up = plane // 4 * 16
-            word |= magnitude[:, :, plane] << (MAGNITUDE_AT[plane % 4] + up)
-            word |= sign[:, :, plane] << (SIGN_AT[plane % 4] + up)
-        words[e] = word.transpose(0, 1)
+        nibbles = F.pad(nibbles, (0, chunks * CHUNK - k)).view(n, chunks, PLANES, BLOCK // 2, 2).int()
+        word = torch.zeros(2, n, chunks, BLOCK // 2, dtype=torch.int32, device=codes.device)
+        for plane, which, low, at, bit, length in _runs():
+            word[at] |= (nibbles[:, :, plane, :, which] >> low & (1 << length) - 1) << bit
+        words[e] = word.permute(2, 1, 3, 0).flatten(2)
         scale = F.pad(scale, (0, chunks * PLANES - k // BLOCK)).to(torch.uint8).view(n, chunks, PLANES)
-        bytes8[e] = scale.flatten().view(torch.int64).view(n, chunks).t()
+        fours = _turn_left(scale.flatten().view(torch.int32).long() & 0xFFFFFFFF, 4).to(torch.int32)
+        bytes8[e] = fours.view(torch.int64).view(n, chunks).t()
     if (g > 2.0**100).any():
         raise ValueError(f"{name}: a global scale is beyond 2^100")
     for problem, text in zip(bad.tolist(), ("a block scale is NaN or negative", "a block scale is 0 over codes that are not"), strict=True):
@@ -100,13 +125,45 @@ def unpack_experts(tiles: NVFP4Tiles) -> NVFP4Tensor:
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=words.device)
     scales = torch.empty(experts, n, k // BLOCK, dtype=torch.uint8, device=words.device)
     for e in range(experts):
-        planes = []
-        for plane in range(PLANES):
-            up = plane // 4 * 16
-            magnitude = words[e] >> (MAGNITUDE_AT[plane % 4] + up) & 7
-            planes.append(magnitude | (words[e] >> (SIGN_AT[plane % 4] + up) & 1) << 3)
-        nibbles = torch.stack(planes, dim=-2).to(torch.uint8).transpose(0, 1).reshape(n, chunks * CHUNK)[:, :k]
+        nibbles = torch.zeros(chunks, n, PLANES, BLOCK // 2, 2, dtype=torch.uint8, device=words.device)
+        for plane, which, low, at, bit, length in _runs():
+            nibbles[:, :, plane, :, which] |= ((words[e, :, :, at::2] >> bit & (1 << length) - 1) << low).to(torch.uint8)
+        nibbles = nibbles.transpose(0, 1).reshape(n, chunks * CHUNK)[:, :k]
         codes[e] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-        scale = bytes8[e].t().flatten().view(torch.uint8).view(n, -1)[:, : k // BLOCK]
+        fours = _turn_left(bytes8[e].t().flatten().view(torch.int32).long() & 0xFFFFFFFF, 28).to(torch.int32)
+        scale = fours.view(torch.uint8).view(n, -1)[:, : k // BLOCK]
         scales[e] = back[scale.int()].to(torch.uint8)
     return NVFP4Tensor(codes, scales, g)
+
+
+def pack_experts_on(device: torch.device, weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
+    """`pack_experts` on `device`, to which the matrices of the stack are brought one at a time."""
+    experts = len(weight.codes)
+    if weight.codes.dim() != 3 or weight.global_scale.shape != (experts,):
+        return pack_experts(weight, name)  # which says what is wrong
+    tiles = None
+    for e in range(experts):
+        one = pack_experts(NVFP4Tensor(*(part[e : e + 1].to(device) for part in weight)), name)
+        if tiles is None:
+            tiles = NVFP4Tiles(*(part.new_empty(experts, *part.shape[1:]) for part in one[:3]), one.inputs)
+        for stack, part in zip(tiles[:3], one[:3], strict=True):
+            stack[e] = part[0]
+    return tiles
+
+
+def expert_of(tiles: NVFP4Tiles, index: int) -> NVFP4Tensor:
+    """Matrix `index` of the stack that `pack_experts` was given, byte for byte: [N, K], unpacked alone."""
+    one = slice(index, index + 1)
+    alone = unpack_experts(NVFP4Tiles(tiles.codes[one], tiles.scales[one], tiles.global_scale[one], tiles.inputs))
+    return NVFP4Tensor(*(part[0] for part in alone))
+
+
+def takes_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether weights for activations of `dtype` on `device` are best held as tiles: where the Triton kernels run, from Hopper on.
+
+    Anywhere else tiles are unpacked again in each call.
+    """
+    device = torch.device(device)
+    if dtype is not torch.bfloat16 or device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return fast_path(torch.empty(0, device=device)) and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -80,9 +80,16 @@ def _join(kind: type, parts: tuple[Tensor, ...]) -> FrozenWeight:
 
 
 def frozen_linear(x: Tensor, weight: FrozenWeight) -> Tensor:
-    """x [T, K] times a frozen weight [N, K] transposed: fp32 [T, N]. Gradient to x only."""
+    """x [T, K] times a frozen weight [N, K] transposed: fp32 [T, N]. Gradient to x only.
+
+    A dense bf16 or fp32 weight and x in bf16 on CUDA take the kernels of `triton_dense`: a row's sums then have one order in every batch.
+    """
     if isinstance(weight, tuple):
         return _FrozenLinear.apply(x, type(weight), *weight)
+    if x.dtype is torch.bfloat16 and fast_path(x) and weight.dtype in (torch.bfloat16, torch.float32):
+        from .triton_dense import DenseLinear
+
+        return DenseLinear.apply(x, weight)
     return _FrozenLinear.apply(x, Tensor, weight)
 
 

@@ -38,11 +38,20 @@ class W4A4(NamedTuple):
     w2: Tensor | None = None
 
 
+def _routed_by_kernels(logits: Tensor) -> bool:
+    return logits.dim() == 2 and logits.dtype is torch.float32 and fast_path(logits)
+
+
 def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Choose experts: `logits` fp32 [T, E], `bias` fp32 [E] to (ids int64 [T, k], weights fp32 [T, k]).
 
-    Ids come in ascending order of expert, so that equal sets are equal rows. Ties go to the lower id.
+    Ids come in ascending order of expert, so that equal sets are equal rows. Ties go to the lower id. On CUDA, one kernel of
+    `triton_route`, whose weights of a token have the bits that `route_weights` gives for the same ids.
     """
+    if _routed_by_kernels(logits):
+        from .triton_route import RouteTopK
+
+        return RouteTopK.apply(logits, bias, top_k, scale)
     scores = torch.sigmoid(logits.float())
     biased = scores if bias is None else scores + bias.float()
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(dim=-1).values
@@ -51,6 +60,10 @@ def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) ->
 
 def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
     """Weights fp32 [T, k] of given experts, from the full (dense) logits: a replayed id outside the live top-k keeps its gradient."""
+    if _routed_by_kernels(logits):
+        from .triton_route import RouteWeights
+
+        return RouteWeights.apply(logits, ids, scale)
     chosen = torch.sigmoid(logits.float()).gather(-1, ids)
     return chosen / chosen.sum(-1, keepdim=True) * scale
 
@@ -95,27 +108,45 @@ def moe(
     flat = ids.reshape(-1)
     order = flat.argsort(stable=True)
     token = torch.div(order, k, rounding_mode="floor")
-    experts, counts = flat[order].unique_consecutive(return_counts=True)
-    sizes = counts.tolist()
-    rows = x.index_select(0, token).split(sizes)
-    slots = [None] * len(sizes) if adapter_ids is None else adapter_ids[token].split(sizes)
-    gates, ups, downs = (_by_expert(p) for p in lora or (None, None, None))
-    parts = []
-    for e, xs, ad in zip(experts.tolist(), rows, slots, strict=True):
-        gate, up = (
-            _project(xs, w, pair[e] if pair else None, ad, w4a4 and (w4a4.w13,)).to(x.dtype)
-            for w, pair in zip(split(select(w13, e), 2), (gates, ups), strict=True)
-        )
-        act = swiglu_oai_halves(gate, up, activation).to(x.dtype)
-        parts.append(_project(act, select(w2, e), downs[e] if downs else None, ad, w4a4 and (w4a4.w2,)))
+    rows = x.index_select(0, token)
+    parts = expert_outputs(rows, flat[order], w13, w2, activation, lora, None if adapter_ids is None else adapter_ids[token], w4a4)
     # Back in token order, a token's k results are added one after the other: the same order on every device, which an
     # atomic scatter would not keep.
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    y = torch.cat(parts).index_select(0, place).unflatten(0, ids.shape) * weights.float().gather(-1, slot)[..., None]
+    y = parts.index_select(0, place).unflatten(0, ids.shape) * weights.float().gather(-1, slot)[..., None]
     out = y[:, 0]
     for i in range(1, k):
         out = out + y[:, i]
     return out.to(x.dtype)
+
+
+def expert_outputs(
+    rows: Tensor,
+    experts: Tensor,
+    w13: FrozenWeight,
+    w2: FrozenWeight,
+    activation: SwiGLU,
+    lora: ExpertLoRA | None = None,
+    adapter_ids: Tensor | None = None,
+    w4a4: W4A4 | None = None,
+) -> Tensor:
+    """The torch reference of one expert a row: rows [P, H], at least one, and their experts [P], ascending, to fp32 [P, H].
+
+    adapter_ids: slot of each row. Not rounded and not weighted yet; see `moe`.
+    """
+    experts, counts = experts.unique_consecutive(return_counts=True)
+    sizes = counts.tolist()
+    slots = [None] * len(sizes) if adapter_ids is None else adapter_ids.split(sizes)
+    gates, ups, downs = (_by_expert(p) for p in lora or (None, None, None))
+    parts = []
+    for e, xs, ad in zip(experts.tolist(), rows.split(sizes), slots, strict=True):
+        gate, up = (
+            _project(xs, w, pair[e] if pair else None, ad, w4a4 and (w4a4.w13,)).to(rows.dtype)
+            for w, pair in zip(split(select(w13, e), 2), (gates, ups), strict=True)
+        )
+        act = swiglu_oai_halves(gate, up, activation).to(rows.dtype)
+        parts.append(_project(act, select(w2, e), downs[e] if downs else None, ad, w4a4 and (w4a4.w2,)))
+    return torch.cat(parts)
 
 
 def _project(

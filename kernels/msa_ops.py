@@ -1,4 +1,4 @@
-"""MSA as an engine and a trainer call it: `kv_insert` or `rotate_heads`, `index_topk`, `sparse_attention`, one signature each.
+"""Attention as an engine and a trainer call it: `kv_insert`, `rotate_heads`, `index_topk`, `sparse_attention`, `dense_attention`.
 
 On CUDA (compute capability 9.0 or newer, head dimension 128, blocks of 128, at most 16 query heads a group) they are the Triton kernels;
 elsewhere the torch reference of `kernels.msa`, request by request. A kernel's result depends on its own query and its own keys alone:
@@ -76,43 +76,66 @@ def batch_of(new: list[int], total: list[int] | None = None, device: torch.devic
     return Batch(ints(start), ints(request), ints(position), max(new, default=0))
 
 
-def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None = None) -> Tensor:
+def index_topk(
+    index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None = None, rounded: bool = False
+) -> Tensor:
     """Choose KV blocks: scores of the index heads against the shared index key, largest of each block, the best `config.topk` blocks.
 
     Args:
         index_q: bf16 or fp32 [T, G, D]. keys: index keys.
-        out: int32 [T, G, topk] to write to.
+        out: int32 [T, G, topk] to write to. rounded: NVFP4 pages are read as E4M3 (`quant.kv`); other caches hold what they hold.
     Returns:
         int32 [T, G, topk]: ascending block ids, then -1. Ties go to the lower block. Scores are fp32.
     """
     if _kernels_take(index_q, config.block):
         from . import triton_msa
 
-        return triton_msa.index_topk(index_q, keys, batch, config, out)
+        return triton_msa.index_topk(index_q, keys, batch, config, out, rounded)
     chosen = torch.full((*index_q.shape[:2], config.topk), -1, dtype=torch.int32, device=index_q.device) if out is None else out.fill_(-1)
     for r, rows, q_pos in _requests(batch):
-        k = _index_keys(keys, r, int(q_pos.max()) + 1, index_q.shape[2])
+        k = _index_keys(keys, r, int(q_pos.max()) + 1, index_q.shape[2], rounded)
         chosen[rows] = msa.select_blocks(index_q[None, rows], k[None], q_pos[None].long(), config)[0]
     return chosen
 
 
-def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, rounded: bool = False) -> Tensor:
     """Causal attention of every query to its chosen blocks.
 
     Args:
         q: bf16 [T, H, D]. chosen: int32 [T, G, topk] from `index_topk` (or replayed): block ids, -1 only after them.
+        rounded: NVFP4 pages are read as E4M3 (`quant.kv`); other caches hold what they hold. The query is the caller's.
     Returns:
         [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.
     """
     if _kernels_take(q, BLOCK) and q.shape[1] // chosen.shape[1] <= HEADS_A_GROUP:
         from . import triton_msa
 
-        return triton_msa.sparse_attention(q, cache, chosen, batch, scale)
+        return triton_msa.sparse_attention(q, cache, chosen, batch, scale, rounded)
     out = torch.zeros_like(q)
     for r, rows, q_pos in _requests(batch):
-        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2])
+        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2], rounded)
         args = (q[None, rows], k[None], v[None], q_pos[None].long(), scale, chosen[None, rows])
         out[rows] = msa.attend(*args)[0]
+    return out
+
+
+def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of every query to all keys of its request up to its own: MiniMax-M3's first layers, which choose nothing.
+
+    Args:
+        q: bf16 [T, H, D]; H a multiple of the cache's KV heads.
+    Returns:
+        [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.
+    """
+    groups = _groups(cache)
+    if _kernels_take(q, BLOCK) and q.shape[1] // groups <= HEADS_A_GROUP:
+        from . import triton_msa_dense_ops
+
+        return triton_msa_dense_ops.dense_attention(q, cache, batch, scale)
+    out = torch.zeros_like(q)
+    for r, rows, q_pos in _requests(batch):
+        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, groups, q.shape[2])
+        out[rows] = msa.attend(q[None, rows], k[None], v[None], q_pos[None].long(), scale)[0]
     return out
 
 
@@ -324,25 +347,32 @@ def _slots(pages: Pages, request: int, length: int) -> Tensor:
     return pages.table[request].long()[position // BLOCK] * BLOCK + position % BLOCK
 
 
-def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int) -> Tensor:
+def _groups(cache: Pages | Packed) -> int:
+    """KV heads. NVFP4 pages have a plane of K and one of V for each."""
+    if isinstance(cache, Packed):
+        return cache.keys.shape[1]
+    return cache.data.shape[1] // 2 if cache.data.dtype == torch.uint8 else cache.data.shape[1]
+
+
+def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int, rounded: bool = False) -> Tensor:
     """fp32 [length, D]."""
     if isinstance(keys, Packed):
         start = int(keys.start[request])
         return keys.keys[start : start + length].float()
     slots = _slots(keys, request, length)
     if keys.data.dtype == torch.uint8:
-        return kv.read_index_pages(keys.data, slots, dim)
+        return kv.read_index_pages(keys.data, slots, dim, rounded=rounded)
     return _pick(keys.data, slots // BLOCK, slots % BLOCK)
 
 
-def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, dim: int) -> tuple[Tensor, Tensor]:
+def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, dim: int, rounded: bool = False) -> tuple[Tensor, Tensor]:
     """fp32 K and V [length, G, D]."""
     if isinstance(cache, Packed):
         start = int(cache.start[request])
         return cache.keys[start : start + length].float(), cache.values[start : start + length].float()
     slots = _slots(cache, request, length)
     if cache.data.dtype == torch.uint8:
-        return kv.read_pages(cache.data, slots, dim)
+        return kv.read_pages(cache.data, slots, dim, rounded=rounded)
     group = torch.arange(groups, device=slots.device)
     both = _pick(cache.data, slots[:, None] // BLOCK, group, slots[:, None] % BLOCK)  # [length, G, 2 D]
     return both[..., :dim], both[..., dim:]

@@ -1,9 +1,14 @@
-"""Partial rotary position embedding in NeoX layout: the first `rotary_dim` elements of a head are rotated, the rest pass."""
+"""Partial rotary position embedding in NeoX layout: the first `rotary_dim` elements of a head are rotated, the rest pass.
+
+With x in bf16 on CUDA, `triton_rows` computes the same bits in one kernel.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from samebits.quant.blocks import fast_path
 
 
 def rope_table(max_position: int, rotary_dim: int, theta: float, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
@@ -17,7 +22,13 @@ def rope_table(max_position: int, rotary_dim: int, theta: float, device: torch.d
     return angles.cos().to(device), angles.sin().to(device)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """Rotated by the angles, or back by them."""
+    if x.dtype is torch.bfloat16 and fast_path(x):
+        from . import triton_rows
+
+        return triton_rows.rotate(x, cos, sin, back)
+    sin = -sin if back else sin
     half = cos.shape[-1]
     c, s = cos.float()[:, None], sin.float()[:, None]
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -32,12 +43,12 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # the gradient is rotated back
+        return _rotate(grad, cos, sin, back=True), None, None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .triton_tiles import bf16, on
 
 # Numbers that change with the batch, and pointers into counters: a kernel is compiled once for all of them.
-VARYING = ("pairs", "most", "zeros", "top_k", "experts", "slots")
+VARYING = ("wide", "pairs", "most", "zeros", "top_k", "experts", "slots")
 UNALIGNED = ("counts_ptr", "flags_ptr", "slots_ptr", "order_ptr", "tiles_ptr", "bounds_ptr")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
+from .moe_fused import dtypes_of, shaped
 from .triton_group import linear_plan
 from .triton_moe import Cut, weight_product
 from .triton_moe_grad import BackCut, back_product, outer_product, rank_product
@@ -25,23 +26,28 @@ def cut_of(tokens: int, outputs: int) -> Cut:
     if tokens <= 32:
         return Cut(32, 64, 4, 4)
     if tokens <= 64:
-        return Cut(64, 64, 4, 3)
-    return Cut(128, 128, 8, 3)
+        return Cut(64, 64, 4, 5)
+    return Cut(128, 128, 8, 3) if tokens < 768 else Cut(256, 128, 8, 3)
+
+
+def back_cut_of(tokens: int) -> BackCut:
+    """Of the backward of a linear layer."""
+    return BackCut(16, 64, 4, 3) if tokens <= 64 else BackCut(128, 64, 4, 3)
 
 
 class FusedLinear(torch.autograd.Function):
-    """x bf16 [T, K], an MXFP8 matrix, A [slots, r, K] and B [slots, N, r] in bf16 or None."""
+    """x bf16 [T, K], an MXFP8 matrix, A [slots, r, K] and B [slots, N, r] or None. Their gradients keep the dtype that they came in."""
 
     @staticmethod
     def forward(ctx, x, adapter_ids, weight, a, b):
         """See the module."""
-        lora = None if a is None else LoRA(a, b)
+        lora = None if a is None else LoRA(a.to(x.dtype).contiguous(), b.to(x.dtype).contiguous())
         cut = cut_of(len(x), weight.codes.shape[1])
         plan = linear_plan(x, cut.tokens, 1 + (len(a) if lora else 0))
         out, u, _ = weight_product(x, weight, plan, cut, None, (lora, None), adapter_ids)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(x, adapter_ids, u, a, b, *weight[:2])
-            ctx.inputs = weight.inputs
+            ctx.save_for_backward(x, adapter_ids, u, *(lora or (None, None)), *weight[:2])
+            ctx.inputs, ctx.dtypes = weight.inputs, dtypes_of((a, b))
         return out
 
     @staticmethod
@@ -49,7 +55,7 @@ class FusedLinear(torch.autograd.Function):
         """See `triton_moe_grad`."""
         x, adapter_ids, u, a, b, *parts = ctx.saved_tensors
         lora, grad = None if a is None else LoRA(a, b), grad.contiguous()
-        cut = BackCut(16, 64, 4, 3) if len(x) <= 64 else BackCut(128, 64, 4, 3)
+        cut = back_cut_of(len(x))
         plan = linear_plan(x, cut.tokens)
         v = rank_product(grad, lora, None, plan, adapter_ids, down=True, tile=cut.tokens) if lora else None
         grad_x = grad_a = grad_b = None
@@ -57,12 +63,13 @@ class FusedLinear(torch.autograd.Function):
             weight = MXFP8Tiles(*parts, ctx.inputs)
             grad_x = back_product(grad, weight, v, lora, None, plan, adapter_ids, gated=False, cut=cut)
         if lora:
-            grad_a = outer_product(x, v, a, plan, adapter_ids, gather=True, weights=None, is_a=True)
-            grad_b = outer_product(grad, u, b, plan, adapter_ids, gather=True, weights=None, is_a=False)
+            of_a, of_b = (shaped(t, dtype) for t, dtype in zip(lora, ctx.dtypes, strict=True))
+            grad_a = outer_product(x, v, of_a, plan, adapter_ids, gather=True, weights=None, is_a=True)
+            grad_b = outer_product(grad, u, of_b, plan, adapter_ids, gather=False, weights=None, is_a=False)
         return grad_x, None, None, grad_a, grad_b
 
 
 def fused_linear(x: Tensor, weight: MXFP8Tiles, lora: LoRA | None, adapter_ids: Tensor | None) -> Tensor:
     """`kernels.linear.lora_linear` for x bf16 [T, K] on CUDA."""
-    a, b = (None, None) if lora is None else (lora.a.to(x.dtype).contiguous(), lora.b.to(x.dtype).contiguous())
-    return FusedLinear.apply(x.contiguous(), None if adapter_ids is None else adapter_ids.contiguous(), weight, a, b)
+    ids = None if adapter_ids is None else adapter_ids.contiguous()
+    return FusedLinear.apply(x.contiguous(), ids, weight, *(lora or (None, None)))

@@ -26,8 +26,8 @@ from .activation import SwiGLU
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
+from .triton_adapters import Adapters
 from .triton_group import Plan, batch_jit, columns, span
-from .triton_moe import Adapters
 from .triton_tiles import bf16, dot, on, settled, unit, weight_tile
 
 

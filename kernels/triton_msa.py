@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
-from .triton_msa_attend import attend_kernel
+from .triton_msa_attend import ROWS, SUMS, attend_kernel, merge_kernel
 from .triton_msa_backward import PackedAttention
+from .triton_msa_blocks import WARPS
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
 from .triton_msa_rotate import HeadRows
@@ -26,13 +27,18 @@ SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
 # Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
 EARLY = True
-# Warps of an attention program and keys of a warp's tile: part of the arithmetic, since a tile has one maximum and a warp's blocks are
-# summed before warps are. Stages of the software pipeline, by format: 1 loads straight into registers. Swept on an H200, E4M3 at 2 only.
-WARPS, PART = 8, 64
-STAGES = {0: 1, 1: 2, 2: 1}
+# Chosen blocks whose results are joined before others are: part of the arithmetic. A program takes one block where that makes no more than
+# SPLIT programs for each multiprocessor, else such a group of blocks where queries times groups are no more than that, else all blocks.
+BLOCKS_TOGETHER = 4
+SPLIT = 4
+MERGE_HEADS = 4  # of a program
+# V is loaded before there are scores, by format. Rows of bf16 fill the registers as it is.
+AHEAD = {0: False, 1: False, 2: True}
 
 
-def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None) -> Tensor:
+def index_topk(
+    index_q: Tensor, keys: Pages | Packed, batch: Batch, config: SparseConfig, out: Tensor | None, rounded: bool = False
+) -> Tensor:
     """`msa_ops.index_topk` on CUDA."""
     tokens, groups, _ = index_q.shape
     if out is None:
@@ -43,7 +49,7 @@ def index_topk(index_q: Tensor, keys: Pages | Packed, batch: Batch, config: Spar
         step = max(SCORE_TOKENS, SCORE_MEMORY // (groups * blocks))
     for first in range(0, tokens, step):
         part, rows = _part(batch, first, min(first + step, tokens))
-        scores = index_scores(index_q[rows], keys, part)
+        scores = index_scores(index_q[rows], keys, part, rounded=rounded)
         choose(scores, part.position, config, out[rows])
     return out
 
@@ -57,7 +63,7 @@ def _part(batch: Batch, first: int, end: int) -> tuple[Batch, slice]:
     return Batch(start, batch.request[rows], batch.position[rows], min(batch.most, end - first)), rows
 
 
-def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None) -> Tensor:
+def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: int | None = None, rounded: bool = False) -> Tensor:
     """fp32 [T, G, blocks]: the largest score of each block up to the query's own; entries beyond are not written."""
     tokens, groups, _ = index_q.shape
     requests, blocks = batch.start.numel() - 1, _blocks(keys)
@@ -93,6 +99,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             KEYS=SCORE_KEYS[form],
             FORMAT=form,
             PAGED=paged,
+            ROUNDED=rounded and form == 2,
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
@@ -125,7 +132,7 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
         )
 
 
-def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, rounded: bool = False) -> Tensor:
     """`msa_ops.sparse_attention` on CUDA."""
     if isinstance(cache, Packed) and torch.is_grad_enabled() and any(t.requires_grad for t in (q, cache.keys, cache.values)):
         if q.shape[0] != cache.keys.shape[0]:
@@ -142,7 +149,7 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
             batch.position,
             scale,
         )
-    return attend(q, cache, chosen, batch, scale)[0]
+    return attend(q, cache, chosen, batch, scale, rounded=rounded)[0]
 
 
 def kv_insert(
@@ -191,7 +198,9 @@ def kv_insert(
     return q_out, index_q_out
 
 
-def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False, rounded: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
     tokens, heads, _ = q.shape
     groups, topk = chosen.shape[1:]
@@ -201,10 +210,18 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
         return out, sums
     if topk & (topk - 1):
         raise ValueError(f"the number of chosen blocks must be a power of two, got {topk}")
-    warps = min(WARPS, topk)
+    together = min(BLOCKS_TOGETHER, topk)
+    rows = tokens * groups
+    most = SPLIT * _multiprocessors(q.device)
+    unit = 1 if rows * topk <= most else together if rows <= most else topk
+    units = topk // unit
     keys, values, strides, table, form = _layout(cache)
+    parts = state = None
+    if units > 1:
+        parts = torch.empty(rows, units, ROWS.value, DIM, dtype=torch.float32, device=q.device)
+        state = torch.empty(rows, units, ROWS.value, 1 + SUMS.value, dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
-        attend_kernel[(tokens * groups,)](
+        attend_kernel[(rows * units,)](
             q.contiguous(),
             keys,
             values,
@@ -214,23 +231,42 @@ def attend(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale
             chosen.contiguous(),
             out,
             sums,
+            parts,
+            state,
             *strides,
             table.stride(0),
             scale * math.log2(math.e) * (128.0 if form == 2 else 1.0),
             G=groups,
             HEADS=heads // groups,
             TOPK=topk,
-            WARPS=warps,
+            GROUP=together,
+            UNIT=unit,
             LSE=lse,
             FORMAT=form,
             PAGED=isinstance(cache, Pages),
-            STAGES=STAGES[form],
-            PART=PART,
-            num_warps=warps,
-            num_stages=STAGES[form],
+            ROUNDED=rounded and form == 2,
+            AHEAD=AHEAD[form],
+            num_warps=WARPS.value,
+            num_stages=1,
             enable_fp_fusion=False,
             launch_pdl=EARLY and q.is_cuda,
         )
+        if units > 1:
+            merge_kernel[(rows, triton.cdiv(heads // groups, MERGE_HEADS))](
+                parts,
+                state,
+                out,
+                sums,
+                HEADS=heads // groups,
+                GROUPS=topk // together,
+                PARTS=max(1, together // unit),
+                SHARE=MERGE_HEADS,
+                LSE=lse,
+                FORMAT=form,
+                num_warps=4,
+                enable_fp_fusion=False,
+                launch_pdl=EARLY and q.is_cuda,
+            )
     return out, sums
 
 

@@ -1,55 +1,26 @@
 """MSA attention on CUDA, forward: a query's 16 heads of one KV group over its chosen blocks.
 
-**One order.** A program is one query token and one KV group, in decode, prefill and training alike, and has eight warps. Warp w takes the
-chosen blocks at places w and w + 8, in tiles of 64 keys, as in flash attention; the warps' results (maximum, sum, weighted values) are
-then reduced over the warps. Every operation on the way to a query's result is the same, in the same order, and none depends
-on any other query. Multiply and add are never contracted, so that kernels for other formats of pages round alike.
+**One order.** Each chosen block has a result of its own: the maximum of its 128 scores, the sums of its weights, its weighted values.
+The results of four neighbouring blocks are joined one after the other, and then those of such groups of blocks. Nothing of it depends on
+any other query, nor on who does it: where queries are many, one program takes all blocks of a query and KV group; where they are fewer, a
+program takes a group of blocks, or a single block, and `merge_kernel` does what is left by the same operations in the same order.
+Multiply and add are never contracted, so that kernels for other formats of pages round alike.
 
-The warps are a batch dimension of the MMAs, whose sixteen rows are the heads: scores become weights in the registers they were made
-in, and no warp waits for another before the reduction. With more than one stage, raw pages are copied to shared memory ahead of their
-use (Triton's software pipeline) and decoded from there into registers; with one they are loaded where they are decoded.
+A program has two warps, which share a block (`triton_msa_blocks`). Of NVFP4 pages, the next block's keys are loaded while the present one's
+values are at work.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_msa_tiles import (
-    INTERPRETED,
-    OPERAND,
-    PAGE,
-    decode_keys,
-    decode_values,
-    key_of_label,
-    label_query,
-    load_keys,
-    load_values,
-    natural_output,
-    unit,
-    weights_for_values,
-)
+from .triton_msa_blocks import PLACES, WARPS, decode_keys, decode_values, load_keys, load_values, natural_output
+from .triton_msa_tiles import BF16, INTERPRETED, NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
-
-
-@triton.jit
-def _place(chosen_ptr, table_ptr, position, page_stride, token_stride, PAGED: tl.constexpr):
-    """Of the block at a lane's place: keys that the query sees, and its offset in 16 elements."""
-    block = tl.load(chosen_ptr)
-    if PAGED:
-        offset = tl.load(table_ptr + block, mask=block >= 0, other=0).to(tl.int64) * (page_stride // 16)
-    else:
-        offset = (tl.load(table_ptr) + block * PAGE).to(tl.int64) * (token_stride // 16)
-    return tl.where(block < 0, 0, position + 1 - block * PAGE), offset
-
-
-@triton.jit
-def _ends(chosen_ptr, position):
-    """Keys that the query sees of the block at each warp's place."""
-    block = tl.load(chosen_ptr)
-    return tl.where(block < 0, 0, position + 1 - block * PAGE)
+SUMS = tl.constexpr(4 * WARPS.value)  # sums of a head's weights, one for each lane that has its scores
 
 
 @triton.jit
@@ -59,13 +30,40 @@ def _finite(x):
 
 
 @triton.jit
-def _over_warps(x, WARPS: tl.constexpr):
-    """Sum over the first dimension, neighbours first. `tl.sum` over warps would shuffle every element three times."""
-    if WARPS == 1:
-        return tl.reshape(x, [ROWS, 128])
+def _join(top, sums, values, other_top, other_sums, other_values):
+    """Results of two sets of keys as one: maxima [ROWS], sums [ROWS, SUMS], weighted values [ROWS, 128]."""
+    new_top = tl.maximum(top, other_top)
+    share = tl.exp2(top - _finite(new_top))[:, None]
+    other_share = tl.exp2(other_top - _finite(new_top))[:, None]
+    return new_top, sums * share + other_sums * other_share, values * share + other_values * other_share
+
+
+@triton.jit
+def _added(x, N: tl.constexpr):
+    """[ROWS, N] to [ROWS], neighbours first: in one order, wherever the elements are."""
+    if N == 1:
+        return tl.reshape(x, [x.shape[0]])
     else:
-        a, b = tl.split(tl.permute(tl.reshape(x, [WARPS // 2, 2, ROWS, 128]), [0, 2, 3, 1]))
-        return _over_warps(a + b, WARPS // 2)
+        a, b = tl.split(tl.reshape(x, [x.shape[0], N // 2, 2]))
+        return _added(a + b, N // 2)
+
+
+@triton.jit
+def _finish(top, sums, values, FORMAT: tl.constexpr):
+    """(output in the order of `natural_output`, log2 of the softmax's sum)."""
+    total = _added(sums, SUMS)
+    inverse = tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32) * unit(FORMAT), tl.where(total > 0, total, 1.0))
+    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    return values * inverse[:, None] + 0.0, lse  # 0.0 for -0.0, which an empty set of keys makes 0.0 when it is joined
+
+
+@triton.jit
+def _offset(table_ptr, block, page_stride, token_stride, PAGED: tl.constexpr):
+    """Of a block, in elements; block -1 reads as 0."""
+    block = tl.maximum(block, 0)
+    if PAGED:
+        return tl.load(table_ptr + block).to(tl.int64) * page_stride
+    return (tl.load(table_ptr) + block * PAGE).to(tl.int64) * token_stride
 
 
 @triton.jit
@@ -79,6 +77,8 @@ def attend_kernel(
     chosen_ptr,  # int32 [T, G, TOPK]
     out_ptr,  # [T, G * HEADS, 128]
     lse_ptr,  # fp32 [T, G * HEADS]: log2 of the softmax's sum, of scores in powers of two
+    part_ptr,  # fp32 [T, G, TOPK / UNIT, 16, 128]: weighted values of the programs, where a query has several
+    state_ptr,  # fp32 [T, G, TOPK / UNIT, 16, 1 + SUMS]: their maxima and sums
     page_stride,
     token_stride,
     head_stride,
@@ -87,17 +87,22 @@ def attend_kernel(
     G: tl.constexpr,
     HEADS: tl.constexpr,
     TOPK: tl.constexpr,
-    WARPS: tl.constexpr,
+    GROUP: tl.constexpr,  # blocks whose results are joined before others are
+    UNIT: tl.constexpr,  # blocks of a program: 1, GROUP or TOPK
     LSE: tl.constexpr,
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
-    STAGES: tl.constexpr,
-    PART: tl.constexpr,  # keys of a warp's tile
+    ROUNDED: tl.constexpr,  # NVFP4 is read as E4M3
+    AHEAD: tl.constexpr,  # V is loaded before there are scores
 ):
-    """One query token and KV group a program."""
+    """One query token and KV group, or some blocks of it, a program."""
     if not INTERPRETED:
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)  # token * G + group
+        if UNIT < TOPK:
+            gdc_launch_dependents()
+    program = tl.program_id(0).to(tl.int64)
+    row = program // (TOPK // UNIT)
+    first = (program % (TOPK // UNIT)).to(tl.int32) * UNIT
     token, group = row // G, row % G
     chosen_ptr += row * TOPK
     position = tl.load(position_ptr + token)
@@ -105,51 +110,106 @@ def attend_kernel(
     table_ptr += request * table_stride if PAGED else request
     keys_ptr += group * head_stride
     values_ptr += group * head_stride
+    block = tl.load(chosen_ptr + first)
+    offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
     head = tl.arange(0, ROWS)
     at = (row * HEADS + head)[:, None] * 128 + tl.arange(0, 128)[None, :]
     query = tl.load(query_ptr + at, mask=(head < HEADS)[:, None], other=0.0).to(OPERAND)
-    query = tl.broadcast_to(label_query(query, ROWS, FORMAT)[None], [WARPS, ROWS, 128])
+    query = label_query(query, ROWS, BF16)
+    places = tl.sum((tl.load(chosen_ptr + tl.arange(0, TOPK)) >= 0).to(tl.int32), axis=0)
+    end = tl.minimum(first + UNIT, places)
 
-    lane, warp = tl.arange(0, WARPS * 32) // 32, tl.arange(0, WARPS)
-    top = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([WARPS, ROWS], tl.float32)
-    values = tl.zeros([WARPS, ROWS, 128], tl.float32)
-    for first in tl.static_range(0, TOPK, 2 * WARPS):
-        # Two places a warp in one loop, so that the pipeline does not run dry between them.
-        limit_a, offset_a = _place(chosen_ptr + first + lane, table_ptr, position, page_stride, token_stride, PAGED)
-        ends_a = _ends(chosen_ptr + first + warp, position)
-        tiles = tl.where(tl.load(chosen_ptr + first) >= 0, 128 // PART, 0)
-        if TOPK > WARPS:
-            limit_b, offset_b = _place(chosen_ptr + first + WARPS + lane, table_ptr, position, page_stride, token_stride, PAGED)
-            ends_b = _ends(chosen_ptr + first + WARPS + warp, position)
-            tiles += tl.where(tl.load(chosen_ptr + first + WARPS) >= 0, 128 // PART, 0)
-        for tile in tl.range(0, tiles, num_stages=STAGES):
-            begin = tile % (128 // PART) * PART
-            limit, offset, ends = limit_a, offset_a, ends_a
-            if TOPK > WARPS:
-                limit = tl.where(tile < 128 // PART, limit_a, limit_b)
-                offset = tl.where(tile < 128 // PART, offset_a, offset_b)
-                ends = tl.where(tile < 128 // PART, ends_a, ends_b)
-            x, raw = load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
-            scores = tl.dot(query, tl.permute(decode_keys(x, raw, WARPS, PART, FORMAT), [0, 2, 1]))
-            scores = tl.where((key_of_label(PART) + begin)[None, None, :] < ends[:, None, None], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=2) * factor)
-            origin = _finite(new_top)
-            shrink = tl.exp2(top - origin)
-            weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(-origin[:, :, None], scores.shape)))
-            total = total * shrink + tl.sum(weights, axis=2)
-            a, b, c, d, words = load_values(values_ptr, offset, limit, begin, token_stride, WARPS, PART, FORMAT)
-            tile_v = decode_values(a, b, c, d, words, limit, begin, WARPS, PART, FORMAT)
-            values = tl.dot(weights_for_values(weights, WARPS, ROWS, PART), tile_v, values * shrink[:, :, None])
-            top = new_top
+    NEXT: tl.constexpr = UNIT > 1 and FORMAT == NVFP4  # bf16 rows would not fit into registers
+    x, raw = load_keys(keys_ptr + offset, tl.where(first < end, position + 1 - block * PAGE, 0), token_stride, FORMAT)
+    all_top = tl.full([ROWS], float("-inf"), tl.float32)
+    all_sums = tl.zeros([ROWS, SUMS], tl.float32)
+    all_values = tl.zeros([ROWS, 128], tl.float32)
+    for group_first in range(first, first + UNIT, GROUP):
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        sums = tl.zeros([ROWS, SUMS], tl.float32)
+        values = tl.zeros([ROWS, 128], tl.float32)
+        for place in range(group_first, tl.minimum(group_first + GROUP, end)):
+            if UNIT > 1 and not NEXT:
+                block = tl.load(chosen_ptr + place)
+                offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
+                x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
+            limit = position + 1 - block * PAGE
+            if AHEAD:
+                a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
+            scores = tl.dot(query, decode_keys(x, raw, FORMAT, ROUNDED))
+            if not AHEAD:
+                a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
+            if NEXT and place + 1 < end:
+                block = tl.load(chosen_ptr + place + 1)
+                offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
+                x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
+            if limit < PAGE:
+                scores = tl.where((key_of_label(PAGE) < limit)[None, :], scores, float("-inf"))
+            block_top = tl.max(scores, axis=1) * factor
+            origin = -_finite(block_top)
+            weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
+            # Of each lane: they need not meet before the end.
+            block_sums = tl.sum(tl.sum(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]), axis=3), axis=1)
+            block_values = tl.dot(weights.to(OPERAND), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
+            top, sums, values = _join(top, sums, values, block_top, block_sums, block_values)
+        if UNIT < TOPK:
+            all_top, all_sums, all_values = top, sums, values
+        else:
+            all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
 
-    all_top = tl.max(top, axis=0)
-    share = tl.exp2(top - _finite(all_top)[None, :])
-    all_total = tl.sum(total * share, axis=0)
-    all_values = _over_warps(values * share[:, :, None], WARPS)
-    inverse = tl.math.div_rn(tl.full([ROWS], 1.0, tl.float32) * unit(FORMAT), tl.where(all_total > 0, all_total, 1.0))
-    out = natural_output(all_values * inverse[:, None], ROWS)
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
+    if UNIT < TOPK:
+        state_ptr += (program * ROWS + head) * (1 + SUMS)
+        tl.store(state_ptr, all_top)
+        tl.store(state_ptr[:, None] + 1 + tl.arange(0, SUMS)[None, :], all_sums)
+        part_ptr += program * ROWS * 128
+        tl.store(part_ptr + head[:, None] * 128 + tl.arange(0, 128)[None, :], all_values)
+    else:
+        out, lse = _finish(all_top, all_sums, all_values, FORMAT)
+        tl.store(out_ptr + at, natural_output(out, ROWS).to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
+        if LSE:
+            tl.store(lse_ptr + row * HEADS + head, lse, mask=head < HEADS)
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr,  # as `attend_kernel` left them
+    state_ptr,
+    out_ptr,
+    lse_ptr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,  # of blocks of a query
+    PARTS: tl.constexpr,  # of a group
+    SHARE: tl.constexpr,  # heads of a program
+    LSE: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Some heads of one query token and KV group a program."""
+    if not INTERPRETED:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
+    dim = tl.arange(0, 128)
+    state_ptr += (row * GROUPS * PARTS * ROWS + head) * (1 + SUMS)
+    part_ptr += (row * GROUPS * PARTS * ROWS + head[:, None]) * 128 + dim[None, :]
+    all_top = tl.full([SHARE], float("-inf"), tl.float32)
+    all_sums = tl.zeros([SHARE, SUMS], tl.float32)
+    all_values = tl.zeros([SHARE, 128], tl.float32)
+    for group in tl.static_range(GROUPS):
+        top = tl.full([SHARE], float("-inf"), tl.float32)
+        sums = tl.zeros([SHARE, SUMS], tl.float32)
+        values = tl.zeros([SHARE, 128], tl.float32)
+        for part in tl.static_range(PARTS):
+            place = (group * PARTS + part) * ROWS
+            part_top = tl.load(state_ptr + place * (1 + SUMS))
+            part_sums = tl.load(state_ptr[:, None] + place * (1 + SUMS) + (1 + tl.arange(0, SUMS))[None, :])
+            part_values = tl.load(part_ptr + place * 128)
+            if PARTS == 1:
+                top, sums, values = part_top, part_sums, part_values
+            else:
+                top, sums, values = _join(top, sums, values, part_top, part_sums, part_values)
+        all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
+    out, lse = _finish(all_top, all_sums, all_values, FORMAT)
+    at = (row * HEADS + head)[:, None] * 128 + dim[None, :]
+    tl.store(out_ptr + at, natural_output(out, SHARE).to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
     if LSE:
-        lse = tl.where(all_total > 0, all_top + tl.log2(all_total), float("-inf"))
         tl.store(lse_ptr + row * HEADS + head, lse, mask=head < HEADS)

@@ -48,6 +48,7 @@ def score_kernel(
     KEYS: tl.constexpr,  # keys of a tile
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
+    ROUNDED: tl.constexpr,  # NVFP4 is read as E4M3
 ):
     """Scores of some tokens of a request and every n-th block; program (share of the blocks, request, tile of tokens)."""
     if not INTERPRETED:
@@ -85,7 +86,7 @@ def score_kernel(
                 else:
                     ahead, begin, limit = following, 0, newest + 1 - tl.minimum(block + splits, last) * PAGE
                 x_ahead, raw_ahead = load_index_keys(ahead, begin, limit, one, token_stride, KEYS, FORMAT, not PAGED)
-                score = tl.dot(tl.reshape(decode_keys(x, raw, 1, KEYS, FORMAT), [KEYS, 128]), query)
+                score = tl.dot(tl.reshape(decode_keys(x, raw, 1, KEYS, FORMAT, ROUNDED), [KEYS, 128]), query)
                 if block * PAGE + (PAGE - 1) > oldest:
                     key = block * PAGE + part * KEYS + tl.arange(0, KEYS)
                     score = tl.where(key[:, None] <= position[None, :], score, float("-inf"))

@@ -21,9 +21,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .linear import LoRA
 from .linear_tiles import CHUNK, MXFP8Tiles
 from .msa_ops import DIM, HeadLoRA, Norms, Pages
+from .triton_adapters import shrink
 from .triton_group import batch_jit, columns, linear_plan
 from .triton_heads import angles, norm_weights, normed_rotated, store_page_rows, store_quarters
-from .triton_moe import SHRINK_PART, _shrink
+from .triton_moe import SHRINK_PART, multiprocessors
 from .triton_msa import FORMATS, _layout, _plain
 from .triton_msa_tiles import PAGE
 from .triton_rows import inverse_root, tree_sum
@@ -38,7 +39,6 @@ class Cut(NamedTuple):
     tokens: int
     warps: int
     stages: int
-    steps: int = 1  # chunks of 128 inputs at a time
 
 
 def cut_of(tokens: int) -> Cut:
@@ -53,26 +53,30 @@ def cut_of(tokens: int) -> Cut:
 
 
 @triton.jit
-def _product(x_desc, words_ptr, scales_ptr, start, head, K, HEADS: tl.constexpr, STEPS: tl.constexpr, BT: tl.constexpr):
-    """fp32 [128, BT]: one head of BT tokens from `start`."""
-    row, chunks = head * 128 + tl.arange(0, 128), tl.cdiv(K, 128)
+def _product(
+    x_ptr, x_desc, words_ptr, scales_ptr, start, head, pairs, K, HEADS: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """fp32 [128, BT]: one head of BT tokens from `start`. COPIED: x comes by the copy engine, as large tiles do best."""
+    row, k, token = head * 128 + tl.arange(0, 128), tl.arange(0, 128), start + tl.arange(0, BT)
+    inside = token < pairs
     words_at = words_ptr + row.to(tl.int64)[:, None] * 16 + tl.arange(0, 16)[None, :]
     scales_at = scales_ptr + row
+    x_at = x_ptr + token.to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros([128, BT], tl.float32)
-    for chunk in range(0, chunks, STEPS):
-        x = x_desc.load([start, chunk * 128]).T  # zeros beyond the last token and the last input
+    for chunk in range(tl.cdiv(K, 128)):
+        if COPIED:
+            x = x_desc.load([start, chunk * 128]).T  # zeros beyond the last token and the last input
+        elif EVEN:
+            x = tl.load(x_at, mask=inside[None, :], other=0.0)
+        else:
+            x = tl.load(x_at, mask=inside[None, :] & (chunk * 128 + k < K)[:, None], other=0.0)
         words = tl.load(words_at)
         scales = tl.load(scales_at)
-        if STEPS == 1:
-            acc = settled(dot(weight_tile(words, scales, 128, True), x, acc))
-        else:
-            more = row * 0 + (chunk + 1) < chunks
-            words2 = tl.load(words_at + HEADS * 128 * 16, mask=more[:, None], other=0)
-            scales2 = tl.load(scales_at + HEADS * 128, mask=more, other=0)
-            both = tl.join(weight_tile(words, scales, 128, True), weight_tile(words2, scales2, 128, True))
-            acc = settled(dot(tl.reshape(tl.permute(both, (0, 2, 1)), [128, 256]), x, acc))
-        words_at += STEPS * HEADS * 128 * 16
-        scales_at += STEPS * HEADS * 128
+        acc = settled(dot(weight_tile(words, scales, 128, True), x, acc))
+        words_at += HEADS * 128 * 16
+        scales_at += HEADS * 128
+        x_at += 128
     return acc * MXFP8_UNIT
 
 
@@ -162,13 +166,13 @@ def _put_away(
 
 @triton.jit
 def _tile(
-    x_desc, words_ptr, scales_ptr, adapters, start, tile, head, K, eps, pairs, most, slots, rotation, norms, queries, pages,
+    x_ptr, x_desc, words_ptr, scales_ptr, adapters, start, tile, head, K, eps, pairs, most, slots, rotation, norms, queries, pages,
     H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, ROTARY: tl.constexpr, FORMAT: tl.constexpr, INDEX_FORMAT: tl.constexpr,
     LORA: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, SLOTTED: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, STEPS: tl.constexpr, BT: tl.constexpr,
+    RP: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One head of BT tokens from `start`, which lie in `tile` of the shrink."""
-    acc = _product(x_desc, words_ptr, scales_ptr, start, head, K, HEADS, STEPS, BT)
+    acc = _product(x_ptr, x_desc, words_ptr, scales_ptr, start, head, pairs, K, HEADS, EVEN, COPIED, BT)
     kind = (head >= H).to(tl.int32) + (head >= H + G) + (head >= H + 2 * G) + (head >= H + 3 * G)
     head -= tl.where(kind == 0, 0, H + (kind - 1) * G)
     if LORA:  # noqa: SIM102
@@ -208,8 +212,8 @@ def project_kernel(
     page_stride, token_stride, head_stride, index_page_stride, index_token_stride, K, eps, wide, pairs, most, slots,
     H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, ROTARY: tl.constexpr, FORMAT: tl.constexpr, INDEX_FORMAT: tl.constexpr,
     LORA: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, SLOTTED: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, TOGETHER: tl.constexpr, STEPS: tl.constexpr,
-    BT: tl.constexpr,
+    RP: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr,
+    TOGETHER: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """`pairs` tokens in `most` tiles. The first programs shrink, `wide` take a head of a tile, the rest a head of a quarter of one."""
     item = tl.program_id(0)
@@ -226,7 +230,7 @@ def project_kernel(
             if _one_of(kind, HAS_Q, HAS_K, HAS_V):
                 a_ptr = _one_of(kind, aq_ptr, ak_ptr, av_ptr)
                 rows = kind.to(tl.int64) * pairs * RP
-                _shrink(
+                shrink(
                     x_ptr, a_ptr, a_ptr, u_ptr + rows, partial_ptr + rows * PARTS, counts_ptr + kind * slots * most,
                     flags_ptr + kind * most, slots_ptr, slots_ptr, slots_ptr, item % (most * slots * PARTS), K, pairs, 1, most, 1, slots,
                     True, False, SLOTTED, True, False, R, RP, PARTS, PART, EVEN, BT,
@@ -234,30 +238,28 @@ def project_kernel(
     elif item - shrinks < wide:
         head, tile = _place(item - shrinks, most, HEADS, TOGETHER)
         _tile(
-            x_desc, words_ptr, scales_ptr, adapters, tile * BT, tile, head, K, eps, pairs, most, slots, rotation, norms, queries, pages,
-            H, G, HEADS, ROTARY, FORMAT, INDEX_FORMAT, LORA, HAS_Q, HAS_K, HAS_V, SLOTTED, R, RP, STEPS, BT,
+            x_ptr, x_desc, words_ptr, scales_ptr, adapters, tile * BT, tile, head, K, eps, pairs, most, slots, rotation, norms, queries,
+            pages, H, G, HEADS, ROTARY, FORMAT, INDEX_FORMAT, LORA, HAS_Q, HAS_K, HAS_V, SLOTTED, R, RP, EVEN, COPIED, BT,
         )  # fmt: skip
-    elif BT >= 128:
+    elif COPIED:
         rest = item - shrinks - wide
         head, tile = _place(wide + rest // 4, most, HEADS, TOGETHER)
         start = tile * BT + rest % 4 * (BT // 4)
         if start < pairs:
             _tile(
-                narrow_desc, words_ptr, scales_ptr, adapters, start, tile, head, K, eps, pairs, most, slots, rotation, norms, queries,
-                pages, H, G, HEADS, ROTARY, FORMAT, INDEX_FORMAT, LORA, HAS_Q, HAS_K, HAS_V, SLOTTED, R, RP, STEPS, BT // 4,
+                x_ptr, narrow_desc, words_ptr, scales_ptr, adapters, start, tile, head, K, eps, pairs, most, slots, rotation, norms,
+                queries, pages, H, G, HEADS, ROTARY, FORMAT, INDEX_FORMAT, LORA, HAS_Q, HAS_K, HAS_V, SLOTTED, R, RP, EVEN, COPIED, BT // 4,
             )  # fmt: skip
 
 
-def _whole(programs: int, cut: Cut, x: Tensor) -> int:
-    """How many programs take a whole tile; each of the others is four.
+def _whole(programs: int, device: torch.device) -> int:
+    """How many programs of large tiles take a whole one; each of the others is four.
 
-    There is one program to a multiprocessor, and their last wave may hold few: cut in four it takes a third of the time of a whole one.
+    There is one program to a multiprocessor, and their last wave may hold few. In quarters it ends sooner, with more of them at work.
     """
-    if cut.tokens < 128 or not x.is_cuda:
-        return programs
-    waves, rest = divmod(programs, torch.cuda.get_device_properties(x.device).multi_processor_count)
-    at_once = programs - rest
-    return at_once if waves and 2 * rest <= at_once // waves else programs
+    at_once = multiprocessors(device)
+    last = programs % at_once
+    return programs - last if 2 * last <= at_once < programs else programs
 
 
 def project_insert(
@@ -285,11 +287,12 @@ def project_insert(
     x = x.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     cut = cut or cut_of(tokens)
-    tiles = [TensorDescriptor.from_tensor(x, [n, CHUNK * cut.steps]) for n in (cut.tokens, max(16, cut.tokens // 4))]
+    copied = cut.tokens >= 128
+    tiles = [TensorDescriptor.from_tensor(x, [n, CHUNK]) if copied else None for n in (cut.tokens, cut.tokens // 4)]
     keys, values, strides, _, form = _layout(Pages(cache, slots))
     index = index_cache if indexed else cache
     index_form = FORMATS[index.dtype]
-    lora = _Adapters.of(loras, x)
+    lora = _Adapters.of(loras, x, adapter_ids is not None)
     most, parts = triton.cdiv(tokens, cut.tokens), triton.cdiv(k, SHRINK_PART)
     if lora.any:
         counters = linear_plan(x, cut.tokens, 3 * (1 + lora.slots)).counters
@@ -300,7 +303,7 @@ def project_insert(
     weights = norms[:4] if indexed else (norms.q, norms.k, norms.k, norms.k)
     all_heads = weight.codes.shape[1] // DIM
     programs = most * all_heads
-    wide = _whole(programs, cut, x)
+    wide = _whole(programs, x.device) if copied else programs
     grid = wide + 4 * (programs - wide) + (3 * most * lora.slots * parts if lora.any else 0)
     with on(x):
         project_kernel[(grid,)](
@@ -310,7 +313,7 @@ def project_insert(
             index.stride(1) if index_form != 2 else 0, k, norms.eps, wide, tokens, most, lora.slots,
             H=heads, G=groups, HEADS=all_heads, ROTARY=table[0].shape[1], FORMAT=form, INDEX_FORMAT=index_form, LORA=lora.any,
             HAS_Q=lora.has[0], HAS_K=lora.has[1], HAS_V=lora.has[2], SLOTTED=adapter_ids is not None, R=lora.rank, RP=lora.padded,
-            PARTS=parts, PART=SHRINK_PART, EVEN=k % 128 == 0, TOGETHER=TOGETHER, STEPS=cut.steps, BT=cut.tokens, num_warps=cut.warps,
+            PARTS=parts, PART=SHRINK_PART, EVEN=k % CHUNK == 0, COPIED=copied, TOGETHER=TOGETHER, BT=cut.tokens, num_warps=cut.warps,
             num_stages=cut.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, index_q_out
@@ -328,8 +331,8 @@ class _Adapters(NamedTuple):
     any: bool
 
     @classmethod
-    def of(cls, loras: HeadLoRA | None, x: Tensor) -> _Adapters:
-        """Raises `ValueError` where ranks or slots differ."""
+    def of(cls, loras: HeadLoRA | None, x: Tensor, slotted: bool) -> _Adapters:
+        """Raises `ValueError` where ranks or slots differ. Without adapter ids only slot 0 is there."""
         given: list[LoRA | None] = list(loras or (None, None, None))
         some = [lora for lora in given if lora is not None]
         if not some:
@@ -338,4 +341,4 @@ class _Adapters(NamedTuple):
             raise ValueError("adapters of q, k and v must have the same rank and slots")
         count, rank = some[0].a.shape[:2]
         a, b = ([x if lora is None else lora[i].to(x.dtype).contiguous() for lora in given] for i in (0, 1))
-        return cls(a, b, count, rank, max(16, triton.next_power_of_2(rank)), [lora is not None for lora in given], True)
+        return cls(a, b, count if slotted else 1, rank, max(16, triton.next_power_of_2(rank)), [lora is not None for lora in given], True)

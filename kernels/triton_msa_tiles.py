@@ -66,6 +66,20 @@ mul.rn.bf16x2 c, $1, k;
 mov.b32 k, 0x7B007B00;
 mul.rn.bf16x2 $0, c, k;
 }""")
+# The same from one byte of each of two words, which $3 and $4 say (0 to 3).
+_BYTE_SCALE_ASM = tl.constexpr("""{
+.reg .b32 c, k;
+shl.b32 k, $4, 8;
+add.u32 k, k, $3;
+add.u32 k, k, 0x0400;
+prmt.b32 c, $1, $2, k;
+and.b32 c, c, 0x007F007F;
+shl.b32 c, c, 4;
+mov.b32 k, 0x7B807B80;
+mul.rn.bf16x2 c, c, k;
+mov.b32 k, 0x7B007B00;
+mul.rn.bf16x2 $0, c, k;
+}""")
 _E4M3_ASM = tl.constexpr("""{
 .reg .b32 c, s, k;
 mov.b32 k, 0x7B807B80;
@@ -94,6 +108,24 @@ and.b32 c, c, 0x80008000;
 or.b32 c, c, s;
 mul.rn.bf16x2 $3, c, k;
 }""")
+# bf16 values * 2^-7 rounded to E4M3 (to nearest even, saturating), as values * 2^-7 again.
+_ROUND_ASM = tl.constexpr("""{
+.reg .b32 l, h, s;
+.reg .b16 e;
+shl.b32 l, $1, 16;
+and.b32 h, $1, 0xFFFF0000;
+mul.rn.f32 l, l, 0f43000000;
+mul.rn.f32 h, h, 0f43000000;
+cvt.rn.satfinite.e4m3x2.f32 e, h, l;
+cvt.u32.u16 h, e;
+prmt.b32 h, h, h, 0x1100;
+shr.u32 s, h, 4;
+and.b32 s, s, 0x07F007F0;
+and.b32 h, h, 0x80008000;
+or.b32 h, h, s;
+mov.b32 s, 0x78007800;
+mul.rn.bf16x2 $0, h, s;
+}""")
 
 
 @triton.jit
@@ -103,7 +135,7 @@ def unit(FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_fp32(bits):
+def e4m3_fp32(bits):
     """fp32 value of E4M3 bits (int32) without NaN."""
     magnitude = bits & 0x7F
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -112,34 +144,66 @@ def _e4m3_fp32(bits):
 
 
 @triton.jit
-def _e2m1_fp32(code):
+def e2m1_fp32(code):
     """fp32 value of E2M1 codes (int32, 0..15)."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
-def _scales(bits):
+def block_scales(bits):
     """Operand values of E4M3 scales (int32 bits, sign ignored; NaN reads as 480), times 2^119; under the interpreter times 2^-7."""
     if INTERPRETED:
-        return _e4m3_fp32(bits & 0x7F) * 0.0078125
+        return e4m3_fp32(bits & 0x7F) * 0.0078125
     raw = ((bits & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _halves(x):
+def byte_scales(words, place):
+    """`block_scales` of byte `place` (int32, 0 to 3) of int32 words."""
+    if INTERPRETED:
+        return block_scales((words >> (place * 8)) & 0xFF)
+    return tl.inline_asm_elementwise(_BYTE_SCALE_ASM, "=r,r,r,r,r", [words, place], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def finite(bits):
+    """E4M3 bits without a sign, and 0 for NaN."""
+    return tl.where(bits & 0x7F == 0x7F, 0, bits & 0x7F)
+
+
+@triton.jit
+def _round_fp32(x):
+    """fp32 rounded to E4M3, by integers."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 24576.0) - 24576.0  # 3 * 2^13: fp32 numbers there are 2^-9 apart
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
+
+
+@triton.jit
+def rounded(x):
+    """Values * 2^-7 read as E4M3: the re-rounded read of `quant.kv`."""
+    if INTERPRETED:
+        return _round_fp32(x * 128.0) * 0.0078125
+    return tl.inline_asm_elementwise(_ROUND_ASM, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def halves(x):
     """int32 words [..] as their 16-bit halves [.., 2], the low one first."""
     return tl.join((x & 0xFFFF).to(tl.int16), ((x >> 16) & 0xFFFF).to(tl.int16))
 
 
 @triton.jit
-def _nibbles(x, scales):
+def nibbles(x, scales):
     """Values * 2^-7 of 16-bit groups of four codes [..]: [.., 2, 2], the last dimensions the two bits of the code's place."""
     if INTERPRETED:
         x = x.to(tl.int32)
-        a, b = _e2m1_fp32(x & 15) * scales, _e2m1_fp32((x >> 4) & 15) * scales
-        c, d = _e2m1_fp32((x >> 8) & 15) * scales, _e2m1_fp32((x >> 12) & 15) * scales
+        a, b = e2m1_fp32(x & 15) * scales, e2m1_fp32((x >> 4) & 15) * scales
+        c, d = e2m1_fp32((x >> 8) & 15) * scales, e2m1_fp32((x >> 12) & 15) * scales
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             _E2M1_ASM,
@@ -153,11 +217,11 @@ def _nibbles(x, scales):
 
 
 @triton.jit
-def _bytes(x):
-    """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `_nibbles`."""
+def e4m3_bytes(x):
+    """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `nibbles`."""
     if INTERPRETED:
-        a, b = _e4m3_fp32(x & 0xFF), _e4m3_fp32((x >> 8) & 0xFF)
-        c, d = _e4m3_fp32((x >> 16) & 0xFF), _e4m3_fp32((x >> 24) & 0xFF)
+        a, b = e4m3_fp32(x & 0xFF), e4m3_fp32((x >> 8) & 0xFF)
+        c, d = e4m3_fp32((x >> 16) & 0xFF), e4m3_fp32((x >> 24) & 0xFF)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             _E4M3_ASM,
@@ -230,159 +294,39 @@ def _load_rows(base, at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
+def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr = False):
     """Operand [WARPS, KEYS, 128], dimensions in the order of labels, of raw bits in rows of (repetitions, warp, g, t)."""
-    if FORMAT == NVFP4:
-        scales = _scales(tl.join(raw & 0xFF, (raw >> 8) & 0xFF))  # [lanes, 2 groups]
-        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
-        tile = tl.reshape(_nibbles(_halves(x), scales), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
-    elif FORMAT == FP8:
-        tile = tl.reshape(_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
-        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
-    else:
-        tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, WARPS, 8, 4, 8])
-        tile = tl.reshape(tl.permute(tile, [0, 2, 3, 4, 1, 5]), [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
-    return label_dims(tile, WARPS, KEYS, FORMAT)
-
-
-# ------------------------------------------------------------------------------------------------- attention: a block for each warp
+    return label_dims(decoded_keys(x, raw, WARPS, KEYS, FORMAT, ROUNDED), WARPS, KEYS, FORMAT)
 
 
 @triton.jit
-def _spread(x, REPS: tl.constexpr, WARPS: tl.constexpr):
-    """[WARPS * 32] for each lane to [REPS * WARPS * 32] rows."""
-    return tl.reshape(tl.broadcast_to(x[None, :], [REPS, WARPS * 32]), [REPS * WARPS * 32])
+def decoded_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
+    """What `label_dims` takes: [KEYS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0]. ROUNDED: NVFP4 is read as E4M3."""
+    if FORMAT == NVFP4:
+        first, second = raw & 0xFF, (raw >> 8) & 0xFF
+        if ROUNDED:
+            first, second = finite(first), finite(second)
+        scales = block_scales(tl.join(first, second))  # [lanes, 2 groups]
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
+        tile = nibbles(halves(x), scales)
+        if ROUNDED:
+            tile = rounded(tile)
+    elif FORMAT == FP8:
+        tile = tl.reshape(e4m3_bytes(tl.reshape(x, [KEYS * WARPS * 8, 2, 2])), [KEYS // 8, 2, WARPS, 8, 4, 16])
+        tile = tl.permute(tile, [0, 2, 3, 4, 1, 5])
+    else:
+        tile = tl.reshape(x.to(OPERAND), [KEYS // 8, 4, WARPS, 8, 4, 8])
+        tile = tl.permute(tile, [0, 2, 3, 4, 1, 5])
+    return tl.reshape(tile, [KEYS // 8, WARPS, 8, 4, 4, 2, 2, 2])
 
 
 @triton.jit
 def key_of_label(KEYS: tl.constexpr):
     """Keys in the order of the scores' columns: a lane that has columns 2t, 2t+1, 2t+8, 2t+9 of 16 has the four keys of token quad t."""
-    return _key_order(tl.arange(0, KEYS))
+    return key_order(tl.arange(0, KEYS))
 
 
 @triton.jit
-def _key_order(label):
+def key_order(label):
+    """The key of a label."""
     return label // 16 * 16 + (label // 2 % 4) * 4 + (label // 8 % 2) * 2 + label % 2
-
-
-@triton.jit
-def load_keys(keys_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Raw bits of KEYS keys a warp, each of a block of its own, in the order `key_of_label`; zero from `limit` on.
-
-    Args:
-        offset: int64 [WARPS * 32], from `keys_ptr` to the block of a lane's warp, in 16 elements. limit: int32 [WARPS * 32], its keys.
-        begin: the first key, the same in every block.
-    """
-    PARTS: tl.constexpr = 4 if FORMAT == BF16 else (2 if FORMAT == FP8 else 1)
-    REPS: tl.constexpr = KEYS // 8 * PARTS
-    row = tl.arange(0, REPS * WARPS * 32)
-    rep = row // (WARPS * 32)
-    key = _key_order(rep // PARTS * 8 + row // 4 % 8) + begin
-    limit = _spread(limit, REPS, WARPS)
-    inside = limit > 0 if FORMAT == NVFP4 else key < limit  # pages are whole: unused keys can be read, and are masked as scores
-    offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
-    if FORMAT == NVFP4:
-        words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
-        x = tl.load((words + (key * 16 + row % 4 * 4))[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
-        # The word that holds a lane's two scale bytes: 4 bytes, so that it can be copied asynchronously.
-        raw = tl.load(words + (PAGE * 16 + key * 2 + row % 4 // 2), mask=inside, other=0) >> (row % 2 * 16)
-    elif FORMAT == FP8:
-        words = (keys_ptr + offset).to(tl.pointer_type(tl.int32))
-        at = (key * token_stride + (row % 4) * 32 + rep % 2 * 16) // 4
-        x = tl.load((words + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
-        raw = key
-    else:
-        at = offset + (key * token_stride + (row % 4) * 32 + rep % 4 * 8)
-        x = tl.load((keys_ptr + at)[:, None] + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0)
-        raw = key
-    return x, raw
-
-
-@triton.jit
-def load_values(values_ptr, offset, limit, begin, token_stride, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Raw bits of KEYS values a warp, as `load_keys`: lane (t, g) has token quad t of each 16 and dimensions 16 g on.
-
-    Returns the four keys of the quads apart (see `decode_values`), and scale words (or anything, where there are no scales).
-    """
-    PARTS: tl.constexpr = 2 if FORMAT == BF16 else 1
-    REPS: tl.constexpr = KEYS // 16 * PARTS
-    row = tl.arange(0, REPS * WARPS * 32)
-    rep = row // (WARPS * 32)
-    group = row // 4 % 8
-    quad = rep // PARTS * 4 + row % 4 + begin // 4
-    limit = _spread(limit, REPS, WARPS)
-    offset = _spread(offset, REPS, WARPS) * 16  # so that Triton sees what reshaping hides: whole vectors
-    if FORMAT == NVFP4:
-        words = (values_ptr + offset).to(tl.pointer_type(tl.int32))
-        codes = (words + (quad * 64 + group * 2))[:, None] + tl.arange(0, 2)[None, :]
-        inside = (limit > 0)[:, None]
-        a = tl.load(codes, mask=inside, other=0)
-        b = tl.load(codes + 16, mask=inside, other=0)
-        c = tl.load(codes + 32, mask=inside, other=0)
-        d = tl.load(codes + 48, mask=inside, other=0)
-        scales = tl.load(words + (PAGE * 16 + quad * 8 + group), mask=limit > 0, other=0)
-        return a, b, c, d, scales
-    elif FORMAT == FP8:
-        words = (values_ptr + offset).to(tl.pointer_type(tl.int32)) + (quad * token_stride + group * 4)
-        column = tl.arange(0, 4)[None, :]
-        a = tl.load(words[:, None] + column, mask=(quad * 4 < limit)[:, None], other=0)
-        b = tl.load((words + token_stride // 4)[:, None] + column, mask=(quad * 4 + 1 < limit)[:, None], other=0)
-        c = tl.load((words + token_stride // 2)[:, None] + column, mask=(quad * 4 + 2 < limit)[:, None], other=0)
-        d = tl.load((words + token_stride // 4 * 3)[:, None] + column, mask=(quad * 4 + 3 < limit)[:, None], other=0)
-        return a, b, c, d, quad
-    else:
-        rows = values_ptr + offset + (quad * 4 * token_stride + group * 16 + rep % 2 * 8)
-        column = tl.arange(0, 8)[None, :]
-        a = tl.load(rows[:, None] + column, mask=(quad * 4 < limit)[:, None], other=0)
-        b = tl.load((rows + token_stride)[:, None] + column, mask=(quad * 4 + 1 < limit)[:, None], other=0)
-        c = tl.load((rows + token_stride * 2)[:, None] + column, mask=(quad * 4 + 2 < limit)[:, None], other=0)
-        d = tl.load((rows + token_stride * 3)[:, None] + column, mask=(quad * 4 + 3 < limit)[:, None], other=0)
-        return a, b, c, d, quad
-
-
-@triton.jit
-def decode_values(a, b, c, d, words, limit, begin, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Operand [WARPS, KEYS, 128] of what `load_values` gave, zero from `limit` on.
-
-    Keys are in the order that `weights_for_values` gives the scores' columns; dimensions are in the order of `natural_output`.
-    """
-    if FORMAT == NVFP4:
-        # Scales of keys that do not exist become 0: the codes beside them may be anything, but are finite.
-        row = tl.arange(0, KEYS * WARPS * 2)
-        left = _spread(limit, KEYS // 16, WARPS) - begin - (row // (WARPS * 32) * 16 + row % 4 * 4)
-        keep = tl.where(left >= 4, -1, (1 << (tl.maximum(left, 0) * 8)) - 1)
-        words = words & keep
-    low, high = _value_pair(a, b, words, WARPS, KEYS, FORMAT), _value_pair(c, d, words >> 16, WARPS, KEYS, FORMAT)
-    tile = tl.join(low, high)  # step, warp, g, t, 16 places, pair, b3
-    tile = tl.permute(tile, [1, 0, 3, 6, 5, 4, 2])  # warp, step, t, b3, pair | place, g
-    return tl.reshape(tile, [WARPS, KEYS, 128])
-
-
-@triton.jit
-def _value_pair(a, b, words, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Two neighbouring keys of each quad: [KEYS / 16 steps, WARPS, 8 g, 4 t, 16 places, 2]."""
-    LANES: tl.constexpr = KEYS * WARPS * 2
-    if FORMAT == NVFP4:
-        scales = _scales(tl.join(words & 0xFF, (words >> 8) & 0xFF))
-        scales = tl.broadcast_to(scales[:, None, None, :], [LANES, 2, 2, 2])
-        pair = _nibbles(tl.join(_halves(a), _halves(b)), scales)  # [lanes, 2 words, 2 halves, 2 keys, 2 i1, 2 i0]
-        pair = tl.permute(pair, [0, 1, 2, 4, 5, 3])
-    elif FORMAT == FP8:
-        pair = tl.permute(_bytes(tl.join(a, b)), [0, 1, 3, 4, 2])  # from [lanes, 4 words, 2 keys, 2 i1, 2 i0]
-    else:
-        pair = tl.reshape(tl.join(a.to(OPERAND), b.to(OPERAND)), [KEYS // 16, 2, WARPS, 32, 8, 2])
-        pair = tl.permute(pair, [0, 2, 3, 1, 4, 5])
-    return tl.reshape(pair, [KEYS // 16, WARPS, 8, 4, 16, 2])
-
-
-@triton.jit
-def weights_for_values(p, WARPS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Softmax weights [WARPS, ROWS, KEYS], columns as the scores have them, as left operand of a product with `decode_values`."""
-    p = tl.permute(tl.reshape(p.to(OPERAND), [WARPS, ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 2, 4, 3, 5])  # step, t, b3, pair
-    return tl.reshape(p, [WARPS, ROWS, KEYS])
-
-
-@triton.jit
-def natural_output(x, ROWS: tl.constexpr):
-    """[ROWS, 128 dimensions as `decode_values` has them] to their natural order."""
-    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, 16, 8]), [0, 2, 1]), [ROWS, 128])

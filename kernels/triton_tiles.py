@@ -18,37 +18,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import expert_tiles
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# Two bytes of E5M3 scales, 16 bits apart, become two bf16 of 2^107 times their value: four bits up, high exponent bits set.
+# Sign and magnitude of two E2M1 where bf16 has them; see `expert_tiles` for the words.
+E2M1, MIXED = tl.constexpr(0x81C081C0), tl.constexpr(expert_tiles.MIXED)
+_PLACES = tl.constexpr(expert_tiles.PLACES)
+# Eight scales, four to a register as `expert_tiles` has them, to bf16 of 2^107 times their value: the high exponent bits are set.
 _SCALES = tl.constexpr("""{
-.reg .b32 p;
-and.b32 p, $4, 0x00FF00FF; mad.lo.u32 $0, p, 16, 0x70007000;
-shr.u32 p, $4, 8; and.b32 p, p, 0x00FF00FF; mad.lo.u32 $1, p, 16, 0x70007000;
-and.b32 p, $5, 0x00FF00FF; mad.lo.u32 $2, p, 16, 0x70007000;
-shr.u32 p, $5, 8; and.b32 p, p, 0x00FF00FF; mad.lo.u32 $3, p, 16, 0x70007000;
+.reg .b32 k, p;
+mov.b32 k, 0x70007000;
+lop3.b32 $0, $4, 0x0FF00FF0, k, 0xEA; shf.r.wrap.b32 p, $4, $4, 8; lop3.b32 $1, p, 0x0FF00FF0, k, 0xEA;
+lop3.b32 $2, $5, 0x0FF00FF0, k, 0xEA; shf.r.wrap.b32 p, $5, $5, 8; lop3.b32 $3, p, 0x0FF00FF0, k, 0xEA;
 }""")
 
 
+def _turn(target: str, source: str, right: int) -> str:
+    """`source` turned right by so many bits. To the left nothing wraps that is used, and a plain shift can take the multipliers' pipe."""
+    return f"shl.b32 {target}, {source}, {-right};" if right < 0 else f"shf.r.wrap.b32 {target}, {source}, {source}, {right};"
+
+
 def _decode_text() -> str:
-    """Two neighbouring words of a row ($8, $9) to the eight planes' bf16 pairs ($0..$7), each times its scale ($10, $12, $14, $16)."""
-    lines = [".reg .b32 t, a, b, s;", ".reg .b16 l, h;"]
-    for half, pick in ((0, "0x5410"), (1, "0x7632")):
-        lines.append(f"prmt.b32 t, $8, $9, {pick};")
-        for plane in range(4):
-            # See expert_tiles: planes 0 and 1 have sign and magnitude in their distance, 2 and 3 need two shifts.
-            lines.append(
-                (
-                    "and.b32 a, t, 0x81C081C0;",
-                    "shl.b32 a, t, 3; and.b32 a, a, 0x81C081C0;",
-                    "shl.b32 a, t, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 1; lop3.b32 a, b, 0x80008000, a, 0xEA;",
-                    "shr.u32 a, t, 3; and.b32 a, a, 0x01C001C0; shl.b32 b, t, 2; lop3.b32 a, b, 0x80008000, a, 0xEA;",
-                )[plane]
-            )
-            scale = 10 + 4 * half + 2 * (plane % 2)  # planes 0 and 2 of a half share a register, 1 and 3 the next
-            lines.append(f"mov.b32 {{l, h}}, ${scale};")
-            lines.append(f"mov.b32 s, {{{'lh'[plane // 2]}, {'lh'[plane // 2]}}};")
-            lines.append(f"mul.rn.bf16x2 ${4 * half + plane}, a, s;")
+    """A row's words 2i and 2i + 1 ($8, $9) to the eight planes' bf16 pairs ($0..$7), each times its scale ($10, $12, $14, $16)."""
+    lines = [".reg .b32 a, c, s;", ".reg .b16 l, h;", f"lop3.b32 c, $8, $9, {MIXED.value:#x}, 0xE4;"]
+    for plane, (source, right) in enumerate(expert_tiles.PLACES):
+        name = ("$8", "$9", "c")[source]
+        if right:
+            lines.append(_turn("a", name, right))
+        lines.append(f"and.b32 a, {'a' if right else name}, {E2M1.value:#x};")
+        scale = 10 + 4 * (plane // 4) + 2 * (plane % 2)  # planes 0 and 2 of four share a register, 1 and 3 the next
+        half = "lh"[plane % 4 // 2]
+        lines.append(f"mov.b32 {{l, h}}, ${scale}; mov.b32 s, {{{half}, {half}}}; mul.rn.bf16x2 ${plane}, a, s;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -58,23 +59,41 @@ NVFP4_UNIT = tl.constexpr(2.0**19)
 
 
 @triton.jit
-def _plane_value(word, scales, PLANE: tl.constexpr):
-    """Interpreter: fp32 [ROWS, 16] of one plane, in the units of the assembly."""
-    half = word >> (16 * (PLANE // 4))
-    if PLANE % 4 == 0:
-        magnitude, sign = (half >> 6) & 7, (half >> 15) & 1
-    elif PLANE % 4 == 1:
-        magnitude, sign = (half >> 3) & 7, (half >> 12) & 1
-    elif PLANE % 4 == 2:
-        magnitude, sign = half & 7, (half >> 14) & 1
-    else:
-        magnitude, sign = (half >> 9) & 7, (half >> 13) & 1
-    # E2M1 without subnormals in the way: magnitudes 2..7 are (1 + m / 2) 2^(e - 1), 0 and 1 are 0 and a half.
-    exponent, fraction = magnitude >> 1, (magnitude & 1).to(tl.float32)
-    value = tl.where(exponent == 0, fraction * 0.5, (1.0 + fraction * 0.5) * (1 << (exponent & 3)).to(tl.float32) * 0.5)
-    byte = ((scales >> (8 * PLANE)) & 0xFF).to(tl.int32)
-    scale = ((byte << 20) + (117 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(sign == 1, -value, value) * scale[:, None] * (1.0 / 524288.0)
+def _turned(word, right):
+    """Interpreter: 32 bits in an int64, turned right; what a plain shift loses is not used."""
+    right = right % 32
+    return ((word >> right) | (word << (32 - right))) & 0xFFFFFFFF
+
+
+@triton.jit
+def _unsigned(word):
+    """Interpreter: the low 32 bits as an int64."""
+    return word.to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def _neighbours(words):
+    """Interpreter: of words [ROWS, 16] those of even and those of odd index."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], 8, 2]))
+    return even, odd
+
+
+@triton.jit
+def _scaled(pairs, scale):
+    """Interpreter: fp32 [ROWS, 16] of pairs of bf16 [ROWS, 8] times a bf16 [ROWS], all as bits in int64."""
+    values = tl.join((pairs & 0xFFFF) << 16, pairs & 0xFFFF0000).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.reshape(values, [pairs.shape[0], 16]) * ((scale & 0xFFFF) << 16).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _nvfp4_plane(words, scales, PLANE: tl.constexpr):
+    """Interpreter: fp32 [ROWS, 16] of one plane, in the steps of the assembly."""
+    even, odd = _neighbours(words)
+    even, odd = _unsigned(even), _unsigned(odd)
+    source, right = _PLACES.value[PLANE]
+    word = (even, odd, (even & MIXED) | (odd & (0xFFFFFFFF - MIXED)))[source]
+    four = _turned(_unsigned(scales >> (32 * (PLANE // 4))), 8 * (PLANE % 2))
+    return _scaled(_turned(word, right) & E2M1, ((four >> (16 * (PLANE % 4 // 2))) & 0x0FF0) | 0x7000)
 
 
 @triton.jit
@@ -89,10 +108,10 @@ def _chunk(a, b, c, d, e, f, g, h, ROWS: tl.constexpr):
 def nvfp4_tile(words, scales, ROWS: tl.constexpr):
     """Weights [ROWS, 128], in units of 1 / NVFP4_UNIT, of words int32 [ROWS, 16] and scales int64 [ROWS] (see `expert_tiles`)."""
     if INTERPRETED:
-        a, b = _plane_value(words, scales, 0), _plane_value(words, scales, 1)
-        c, d = _plane_value(words, scales, 2), _plane_value(words, scales, 3)
-        e, f = _plane_value(words, scales, 4), _plane_value(words, scales, 5)
-        g, h = _plane_value(words, scales, 6), _plane_value(words, scales, 7)
+        a, b = _nvfp4_plane(words, scales, 0), _nvfp4_plane(words, scales, 1)
+        c, d = _nvfp4_plane(words, scales, 2), _nvfp4_plane(words, scales, 3)
+        e, f = _nvfp4_plane(words, scales, 4), _nvfp4_plane(words, scales, 5)
+        g, h = _nvfp4_plane(words, scales, 6), _nvfp4_plane(words, scales, 7)
     else:
         even, odd, even4, odd4 = tl.inline_asm_elementwise(
             _SCALES.value,
@@ -102,7 +121,7 @@ def nvfp4_tile(words, scales, ROWS: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        # pack=2 gives the assembly two neighbours of a row, which share their scales: it reads the first one's.
+        # pack=2 gives the assembly words 2i and 2i + 1 of a row, which share their scales: it reads the first one's.
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _DECODE.value,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
@@ -114,51 +133,53 @@ def nvfp4_tile(words, scales, ROWS: tl.constexpr):
     return _chunk(a, b, c, d, e, f, g, h, ROWS)
 
 
+# Sign and magnitude of two E4M3 where bf16 has them, which reads as 2^-120 of the value; and of these the sign and upper four bits.
+E4M3, E4M3_TOP = tl.constexpr(0x87F087F0), tl.constexpr(0x87808780)
+
+
 def _mxfp8_text() -> str:
-    """Two neighbouring words ($8, $9: planes 0..3; $10, $11: 4..7) to bf16 pairs ($0..$7), each times its block's scale ($12, $14)."""
-    lines = [".reg .b32 t, a, s;", ".reg .b16 l, h;"]
+    """A row's words 2i and 2i + 1 to bf16 pairs ($0..$7), each times its block's scale ($12, $14).
+
+    $8 and $10 are the low and high half of the first, $9 and $11 of the second; each of the four holds two planes (see `linear_tiles`).
+    """
+    lines = [".reg .b32 a, b, s;", ".reg .b16 l, h;"]
     for plane in range(8):
-        low, high = (8, 9) if plane < 4 else (10, 11)
-        byte = plane % 4
-        # The byte on top of each half: its sign is in place, its magnitude four bits too high (bf16 of 2^-120 of the value).
-        lines.append(f"prmt.b32 t, ${low}, ${high}, 0x{4 + byte}0{byte}0;")
-        lines.append("shr.u32 a, t, 4; and.b32 a, a, 0x07F007F0; lop3.b32 a, t, 0x80008000, a, 0xEA;")
-        lines.append(f"mov.b32 {{l, h}}, ${12 + 2 * (plane // 2 % 2)};")
-        lines.append(f"mov.b32 s, {{{'lh'[plane // 4]}, {'lh'[plane // 4]}}};")
-        lines.append(f"mul.rn.bf16x2 ${plane}, a, s;")
+        word = ("$8", "$9", "$10", "$11")[plane // 2]
+        if plane % 2 == 0:
+            lines.append(f"and.b32 a, {word}, {E4M3.value:#x};")
+        else:
+            lines.append(f"shf.r.wrap.b32 a, {word}, {word}, 4; and.b32 a, a, {E4M3_TOP.value:#x};")
+            lines.append(f"shl.b32 b, {word}, 4; lop3.b32 a, b, {E4M3.value - E4M3_TOP.value:#x}, a, 0xEA;")
+        half = "lh"[plane // 4]
+        lines.append(f"mov.b32 {{l, h}}, ${12 + 2 * (plane // 2 % 2)}; mov.b32 s, {{{half}, {half}}}; mul.rn.bf16x2 ${plane}, a, s;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 _MXFP8 = tl.constexpr(_mxfp8_text())
-# Four exponent bytes, 16 bits apart, to bf16: 2^(byte - 127 + 120 - 32).
+# Four exponents as `linear_tiles` has them to bf16 of 2^(120 - 32) times their value: they only want to be in their place.
 _EXPONENTS = tl.constexpr("""{
 .reg .b32 p;
-and.b32 p, $2, 0x00FF00FF; mad.lo.u32 $0, p, 128, 0x2C002C00;
-shr.u32 p, $2, 8; and.b32 p, p, 0x00FF00FF; mad.lo.u32 $1, p, 128, 0x2C002C00;
+and.b32 $0, $2, 0x7F807F80; shf.r.wrap.b32 p, $2, $2, 8; and.b32 $1, p, 0x7F807F80;
 }""")
 MXFP8_UNIT = tl.constexpr(2.0**32)
 
 
 @triton.jit
-def _mxfp8_value(words, exponents, PLANE: tl.constexpr):
-    """Interpreter: fp32 [ROWS, 16] of one plane, in the units of the assembly."""
-    byte = ((words >> (8 * PLANE)) & 0xFF).to(tl.int32)
-    magnitude = byte & 0x7F
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    exponent = (exponents >> (8 * (PLANE // 2))) & 0xFF
-    scale = (tl.maximum(exponent - 32, 0) << 23).to(tl.float32, bitcast=True)
-    return tl.where(byte > 0x7F, -value, value) * scale[:, None]
+def _mxfp8_plane(words, exponents, PLANE: tl.constexpr):
+    """Interpreter: fp32 [ROWS, 16] of one plane, in the steps of the assembly."""
+    word = _unsigned(_neighbours(words)[PLANE // 2 % 2] >> (32 * (PLANE // 4)))
+    pairs = word & E4M3 if PLANE % 2 == 0 else (_turned(word, 4) & E4M3_TOP) | ((word << 4) & (E4M3 - E4M3_TOP))
+    return _scaled(pairs, (_turned(_unsigned(exponents), 8 * (PLANE // 2 % 2)) >> (16 * (PLANE // 4))) & 0x7F80)
 
 
 @triton.jit
 def mxfp8_tile(words, exponents, ROWS: tl.constexpr):
     """Weights [ROWS, 128], in units of 1 / MXFP8_UNIT, of words int64 [ROWS, 16] and exponents int32 [ROWS] (see `linear_tiles`)."""
     if INTERPRETED:
-        a, b = _mxfp8_value(words, exponents, 0), _mxfp8_value(words, exponents, 1)
-        c, d = _mxfp8_value(words, exponents, 2), _mxfp8_value(words, exponents, 3)
-        e, f = _mxfp8_value(words, exponents, 4), _mxfp8_value(words, exponents, 5)
-        g, h = _mxfp8_value(words, exponents, 6), _mxfp8_value(words, exponents, 7)
+        a, b = _mxfp8_plane(words, exponents, 0), _mxfp8_plane(words, exponents, 1)
+        c, d = _mxfp8_plane(words, exponents, 2), _mxfp8_plane(words, exponents, 3)
+        e, f = _mxfp8_plane(words, exponents, 4), _mxfp8_plane(words, exponents, 5)
+        g, h = _mxfp8_plane(words, exponents, 6), _mxfp8_plane(words, exponents, 7)
     else:
         even, odd = tl.inline_asm_elementwise(_EXPONENTS.value, "=r,=r,r", [exponents], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(

@@ -56,6 +56,14 @@ class Lora:
 
 
 @dataclass
+class Recompute:
+    """What the trainer computes again in backward to keep less; whole layers are verl's `enable_gradient_checkpointing`."""
+
+    experts: bool = False
+    """Gate and up of experts and MLPs, where the Hopper kernels run."""
+
+
+@dataclass
 class Checks:
     """When the job stops by itself."""
 
@@ -160,6 +168,7 @@ class Recipe:
     """CPU threads of trainer and engine, which take turns; default: all cores."""
     numerics: Numerics = field(default_factory=Numerics)
     lora: Lora = field(default_factory=Lora)
+    recompute: Recompute = field(default_factory=Recompute)
     checks: Checks = field(default_factory=Checks)
     data_source: DataSource = field(default_factory=DataSource)
     grading: Grading = field(default_factory=Grading)
@@ -393,8 +402,9 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
     OmegaConf.set_struct(verl, False)
     for key, value in derived.items():
         OmegaConf.update(verl, key, value)
-    numerics = {"samebits_profile": recipe.profile.name, "samebits_kv_cache": recipe.numerics.kv_cache}
-    verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, numerics)
+    own = {"samebits_profile": recipe.profile.name, "samebits_kv_cache": recipe.numerics.kv_cache}
+    own["samebits_recompute_experts"] = recipe.recompute.experts
+    verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, own)
     # verl's V1 trainer reads the correction from the algorithm, the loss reads it from the actor: keep one.
     verl.actor_rollout_ref.actor.policy_loss.rollout_correction = {
         "_target_": "verl.trainer.config.algorithm.RolloutCorrectionConfig",

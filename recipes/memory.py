@@ -17,7 +17,7 @@ from samebits.quant.roles import EXPERT_ROLES
 from .config import Recipe
 from .plan_tables import BITS, Model
 from .planning import PAGE_TOKENS
-from .support import ENGINE_BITS, held_weights
+from .support import ENGINE_BITS, held_weights, keeps_packed
 from .validate import Validated
 
 SLOTS = 2
@@ -75,7 +75,7 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     base = model.expert_bytes("nvfp4") + model.other_bytes("nvfp4")
     usable = found.gpu.memory_gb * 1e9 * recipe.cluster.usable_share if found.gpu else None
 
-    packed = bool(found.missing)
+    packed = keeps_packed(profile)
     weights = (
         model.expert_bytes("nvfp4") / layout.expert_ranks + model.other_bytes("nvfp4")
         if packed
@@ -102,6 +102,8 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     kept = 2 * model.hidden * width
     recomputed = _layer_width(model) * 4
     layers_kept = kept if verl.actor_rollout_ref.model.enable_gradient_checkpointing else recomputed
+    if recipe.recompute.experts and layers_kept == recomputed:
+        layers_kept -= 4 * 2 * (model.experts_per_token * model.expert_intermediate + model.shared_intermediate)
     training = {
         "trainer: base, its shard": base / layout.fsdp,
         "trainer: adapter, fp32": 4 * parameters / layout.fsdp,
@@ -154,7 +156,7 @@ def _assumptions(recipe: Recipe, found: Validated, packed: bool, sequence: int, 
     base = (
         f"engine base: packed, experts over {found.layout.expert_ranks} GPUs, the rest on each"
         if packed
-        else f"engine base: rebuilt in {ENGINE_BITS} bits on every GPU, as this version does"
+        else f"engine base: rebuilt in {ENGINE_BITS} bits, as for fp32 activations"
     )
     return (
         margin,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from samebits.quant.profile import NumericsProfile
+from samebits.quant.profile import Format, NumericsProfile
 
 from .config import Recipe
 from .layout import ROLLOUT, Spread
 from .plan_tables import FAMILY, Gpu, Model
 
 ENGINE_BITS = 32
-"""Bits in which the engine keeps a weight of the base: it rebuilds the values in fp32 when it loads them."""
+"""Bits in which the engine keeps a weight of the base where it computes in fp32: it rebuilds the values when it loads them."""
 COMPUTED = ("bfloat16", "float32")
 """Activation formats that trainer and engine compute with."""
 
@@ -40,7 +40,7 @@ def missing(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread, gpu:
             "each GPU must hold the whole base"
         )
     held = held_weights(model, layout.expert_ranks)
-    if gpu is not None and held > gpu.memory_gb * 1e9 * recipe.cluster.usable_share:
+    if not keeps_packed(profile) and gpu is not None and held > gpu.memory_gb * 1e9 * recipe.cluster.usable_share:
         packed = model.expert_bytes("nvfp4") / layout.expert_ranks + model.other_bytes("nvfp4")
         found.append(
             f"the engine keeps the base in {ENGINE_BITS} bits: {held / 1e9:,.0f} GB on each GPU instead of {packed / 1e9:,.0f} GB packed, "
@@ -49,7 +49,12 @@ def missing(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread, gpu:
     return found
 
 
+def keeps_packed(profile: NumericsProfile) -> bool:
+    """Whether the engine multiplies packed weights: with activations of 16 bits and fewer, which are a GPU's."""
+    return profile.activations != Format.FP32
+
+
 def held_weights(model: Model, expert_ranks: int = 1) -> float:
-    """Bytes of the base on each engine GPU in this version: every matrix in `ENGINE_BITS`, the embedding in 16 bits."""
+    """Bytes of a base that is not kept packed, on each engine GPU: every matrix in `ENGINE_BITS`, the embedding in 16 bits."""
     rest = model.projection_parameters + model.moe_layers * model.experts * model.hidden + model.vocabulary * model.hidden
     return (model.expert_parameters / expert_ranks + rest) * ENGINE_BITS / 8 + model.vocabulary * model.hidden * 2

@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -205,7 +205,7 @@ def _report(
                 status.update(f"run {run - seed + 1} of {repeat}: {result.name}: {result.status}")
 
             suite.prepare(pair, run)
-            with fault.inject(pair) if fault else nullcontext():
+            with _injected(fault, pair):
                 if adapter is None:
                     suite.advance(pair, run + 1)
                 else:
@@ -216,6 +216,20 @@ def _report(
                 checks = suite.Suite(pair, run, **({"short": suite.probe_lengths(run)} if repeat > 1 else {}))
                 checks.run(names, report, on_result)
     return report, checks.steps
+
+
+@contextmanager
+def _injected(fault: Any, pair: Any) -> Iterator[None]:
+    """The fault, if any, inside the block. Raises `_Refused` where this engine cannot have it."""
+    from samebits.alignment_checks.pair import PairError
+
+    with ExitStack() as stack:
+        if fault:
+            try:
+                stack.enter_context(fault.inject(pair))
+            except PairError as error:
+                raise _Refused(str(error)) from None
+        yield
 
 
 def _replicas(verl: Any) -> int:

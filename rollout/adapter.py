@@ -109,7 +109,7 @@ def held_tensors(model: Any, version: int) -> dict[str, Tensor]:
     dtype = getattr(torch, slots.spec.dtype)
     out, inexact = {}, {}
     for name, view in _views(model, slots.slot(adapter_id(version))).items():
-        out[name] = view.to(dtype)
+        out[name] = view.to(dtype).contiguous()
         if view.dtype != dtype:
             inexact[name] = (out[name].to(view.dtype) != view).any()
     # Looked at together: on a GPU each look is a wait.

@@ -8,17 +8,19 @@ model: fusions of norm and all-reduce, fp8 queries and caches, pipeline stages, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
 from samebits.kernels.activation import SwiGLU, swiglu_oai
-from samebits.kernels.linear import frozen_linear
+from samebits.kernels.linear import LoRA, frozen_linear
+from samebits.kernels.linear_tiles import MXFP8Tiles
+from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, moe_with_shared
 from samebits.kernels.moe import moe, route_topk
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import rope_table
@@ -26,8 +28,8 @@ from samebits.kernels.taps import tap
 from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
 
 from . import settings as engine_settings
-from .attention import Attention
-from .quantization import NVFP4Experts
+from .attention import Attention, Rotation
+from .quantization import MXFP8Linear, NVFP4Experts
 from .slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
 
 
@@ -46,6 +48,15 @@ class Norm(nn.Module):
         return gemma_rms_norm_add(x, residual, self.weight, self.eps)
 
 
+class MLPOnTiles(NamedTuple):
+    """What `kernels.mlp` takes of an MLP."""
+
+    gate_up: MXFP8Tiles
+    down: MXFP8Tiles
+    lora: MLPLoRA | None
+    adapter_ids: Tensor | None
+
+
 class MLP(nn.Module):
     """SwiGLU-OAI network: the dense layers' and the shared expert's."""
 
@@ -62,12 +73,26 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
+        if self.gate_up_proj.tiles is not None:
+            weights = self.on_tiles(x.shape[0])
+            return mlp(x, weights.gate_up, weights.down, self.activation, weights.lora, weights.adapter_ids, point=f"{self.prefix}.")
         gate_up, _ = self.gate_up_proj(x)
         activated = swiglu_oai(gate_up, self.activation).to(x.dtype)
         tap(f"{self.prefix}.activation", activated)
         out, _ = self.down_proj(activated)
         tap(f"{self.prefix}.down_proj", out)
         return out
+
+    def on_tiles(self, tokens: int) -> MLPOnTiles:
+        """Weights and adapters as the kernels take them."""
+        pairs: list[LoRA | None] = []
+        adapter_ids = None
+        for layer, count in ((self.gate_up_proj, 2), (self.down_proj, 1)):
+            chosen, ids = ([None] * count, None) if layer.adapter is None else layer.adapter.select_pairs(tokens)
+            pairs += chosen
+            adapter_ids = ids if adapter_ids is None else adapter_ids
+        lora = MLPLoRA(*pairs) if any(p is not None for p in pairs) else None
+        return MLPOnTiles(self.gate_up_proj.tiles, self.down_proj.tiles, lora, adapter_ids)
 
 
 def _activation(config: Any) -> SwiGLU:
@@ -92,7 +117,7 @@ class Experts(nn.Module):
         self.activation = _activation(config)
         self.adapter: ExpertsAdapter | None = None
         self.quant_method = NVFP4Experts()
-        self.quant_method.create_weights(self, self.count, self.hidden, self.intermediate)
+        self.quant_method.create_weights(self, self.count, self.hidden, self.intermediate, get_current_vllm_config().model_config.dtype)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], ids and weights [T, k] to [T, hidden]."""
@@ -127,9 +152,27 @@ class MoE(nn.Module):
             self.capture_fn(ids)
         for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
             tap(f"{self.prefix}.{name}", value)
+        if self.shared_experts.gate_up_proj.tiles is not None:
+            return self._on_tiles(x, ids, weights)
         routed = self.experts(x, ids, weights)
         tap(f"{self.prefix}.experts", routed)
         return routed + self.shared_experts(x)
+
+    def _on_tiles(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts, shared = self.experts, self.shared_experts.on_tiles(x.shape[0])
+        lora, adapter_ids = (None, None) if experts.adapter is None else experts.adapter.select(x.shape[0])
+        return moe_with_shared(
+            x,
+            experts.w13,
+            experts.w2,
+            ids,
+            weights,
+            SharedExpert(shared.gate_up, shared.down, shared.lora),
+            experts.activation,
+            lora,
+            shared.adapter_ids if adapter_ids is None else adapter_ids,
+            point=f"{self.prefix}.",
+        )
 
 
 class Layer(nn.Module):
@@ -149,11 +192,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.prefix = prefix
 
-    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x [T, hidden], to be added to `residual` before the next norm."""
         x, residual = self.input_layernorm(x, residual)
         tap(f"{self.prefix}.input_layernorm", x)
-        x = self.self_attn(x, cos, sin)
+        x = self.self_attn(x, rotation)
         x, residual = self.post_attention_layernorm(x, residual)
         tap(f"{self.prefix}.post_attention_layernorm", x)
         return (self.block_sparse_moe if self.is_moe else self.mlp)(x), residual
@@ -177,11 +220,11 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Embedded tokens [T, hidden] at `positions` [T] to the final norm's output [T, hidden]."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        residual = None
+        by_token = None if self.layers[0].self_attn.kernels else (self.cos[positions], self.sin[positions])
+        rotation, residual = Rotation((self.cos, self.sin), by_token), None
         tap("model.embed_tokens", x)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin)
+            x, residual = layer(x, residual, rotation)
         x = self.norm(x, residual)[0]
         tap("model.norm", x)
         return x
@@ -193,6 +236,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.settings = engine_settings.check(vllm_config)
+        engine_settings.serving = True
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.model = Model(vllm_config, self.settings, f"{prefix}.model" if prefix else "model")
@@ -286,7 +330,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         for layer in self._projections():
             slices = [(path, rows, module_id(path).role in roles) for path, rows, _ in layer.slices]
             if any(adapted for _, _, adapted in slices):
-                layer.adapter = ProjectionAdapter(slots, slices, layer.weight.shape[1])
+                layer.adapter = ProjectionAdapter(slots, slices, layer.inputs, stacked=layer.tiles is not None and len(slices) > 2)
         adapted = {MODULE_PATHS[r][-2:] for r in roles if "experts.{e}" in MODULE_PATHS[r]}
         for path, module in self.named_modules():
             if isinstance(module, Experts) and adapted:
@@ -300,12 +344,13 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         """Checkpoint path and value of every frozen weight, as it is multiplied: [N, K], vectors [N], no vocabulary padding."""
         for path, module in self.named_modules():
             if hasattr(module, "slices"):
-                parts = module.weight.split([rows for _, rows, _ in module.slices])
+                parts = MXFP8Linear.value(module).split([rows for _, rows, _ in module.slices])
                 yield from zip((p for p, _, _ in module.slices), parts, strict=True)
             elif isinstance(module, Experts):
                 for e in range(module.count):
-                    w1, w3 = module.w13[e].chunk(2)
-                    yield from ((f"{path}.{e}.w1", w1), (f"{path}.{e}.w2", module.w2[e]), (f"{path}.{e}.w3", w3))
+                    w13, w2 = NVFP4Experts.values(module, e)
+                    w1, w3 = w13.chunk(2)
+                    yield from ((f"{path}.{e}.w1", w1), (f"{path}.{e}.w2", w2), (f"{path}.{e}.w3", w3))
             elif isinstance(module, VocabParallelEmbedding):
                 yield path, module.weight[: self.config.vocab_size]
             else:

@@ -1,10 +1,15 @@
 """Quantized layers of the engine: how samebits checkpoints are loaded and multiplied inside vLLM's own linear layers.
 
 `SamebitsConfig` takes over the ModelOpt MIXED_PRECISION checkpoints that samebits writes. Its methods load the packed bytes through
-vLLM's weight loaders and rebuild the values once, after loading, in fp32: fp32 is where `kernels.linear` multiplies, and it holds
-every NVFP4 and MXFP8 value exactly as `quant` defines it, which a bf16 copy would not (code times block scale times global scale
-has more bits than bf16). Rebuilding them in each call gives the same bits and costs ten to a hundred times more on a CPU. The
-packed bytes are dropped; digests of the base are taken over the values, which is what is multiplied.
+vLLM's weight loaders. What happens to them after loading depends on who multiplies:
+
+**Kernels** (CUDA, bf16 activations): the bytes stay packed, in the order in which the Triton kernels read them (`expert_tiles`,
+`linear_tiles`), and are decoded in registers.
+**Torch** (everything else): values are rebuilt once, in fp32. fp32 is where `kernels.linear` multiplies, and it holds every NVFP4 and
+MXFP8 value exactly as `quant` defines it, which a bf16 copy would not (code times block scale times global scale has more bits than
+bf16). Rebuilding them in each call gives the same bits and costs ten to a hundred times more on a CPU.
+
+Digests of the base are taken over the values of what is multiplied, whichever it is.
 
 A layer may carry an adapter (see `slots.py`); its delta goes into the same fp32 sum, before the one rounding.
 """
@@ -21,8 +26,11 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
-from samebits.kernels.linear import frozen_linear
+from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of, pack_experts, takes_tiles
+from samebits.kernels.linear import frozen_linear, lora_linear
+from samebits.kernels.linear_tiles import pack_linear, unpack_linear
 from samebits.quant import mxfp8, nvfp4
 from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
@@ -56,17 +64,30 @@ class MXFP8Linear(QuantizeMethodBase):
         """Packed weight [N, K] and exponents [N, K/32] of the layer's shard."""
         n, k = sum(output_partition_sizes), input_size_per_partition
         attrs = {"output_dim": 0, "input_dim": 1, **extra}
+        layer.inputs, layer.tiles, layer.compute_dtype = k, None, params_dtype
         layer.register_parameter("weight", _parameter((n, k), torch.float8_e4m3fn, **attrs))
         layer.register_parameter("weight_scale", _parameter((n, k // mxfp8.BLOCK), torch.uint8, **attrs))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Rebuild the values, once, in fp32."""
+        """Reorder the bytes for the kernels, or rebuild the values in fp32."""
         packed = MXFP8Tensor(layer.weight.data.view(torch.uint8), layer.weight_scale.data)
-        layer.weight = _frozen(mxfp8.dequantize(packed))
+        if takes_tiles(packed.codes.device, layer.compute_dtype):
+            layer.tiles = pack_linear(packed, layer.prefix)
+            del layer.weight
+        else:
+            layer.weight = _frozen(mxfp8.dequantize(packed))
         del layer.weight_scale
+
+    @staticmethod
+    def value(layer: nn.Module) -> Tensor:
+        """fp32 [N, K], what is multiplied."""
+        return layer.weight if layer.tiles is None else mxfp8.dequantize(unpack_linear(layer.tiles))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] to [T, N] in x's dtype."""
+        if layer.tiles is not None:
+            lora, adapter_ids = (None, None) if layer.adapter is None else layer.adapter.select(x.shape[0])
+            return lora_linear(x, layer.tiles, lora, adapter_ids)
         out = frozen_linear(x, layer.weight)
         if layer.adapter is not None:
             out = layer.adapter.add(out, x)
@@ -86,8 +107,9 @@ class PlainEmbedding(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Weight [vocabulary with padding, H]; the head in fp32, so that no call converts it."""
-        dtype = torch.float32 if isinstance(layer, ParallelLMHead) else params_dtype
+        """Weight [vocabulary with padding, H]; on a CPU the head in fp32, so that no call converts it."""
+        in_fp32 = isinstance(layer, ParallelLMHead) and current_platform.is_cpu()
+        dtype = torch.float32 if in_fp32 else params_dtype
         shape = (sum(output_partition_sizes), input_size_per_partition)
         weight = _parameter(shape, dtype, output_dim=0, input_dim=1, **extra)
         weight.data.zero_()
@@ -99,17 +121,21 @@ class PlainEmbedding(QuantizeMethodBase):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """fp32 logits [T, vocabulary with padding]."""
-        return F.linear(x.float(), layer.weight)
+        return frozen_linear(x, layer.weight)
 
 
 class NVFP4Experts(QuantizeMethodBase):
     """Routed experts of a layer in NVFP4; see `model.Experts` for the forward."""
 
-    def create_weights(self, layer: nn.Module, experts: int, hidden: int, intermediate: int) -> None:
-        """Packed stacks w13 [E, 2I, H/2] (gate rows first) and w2 [E, H, I/2], their block scales and global scales."""
+    def create_weights(self, layer: nn.Module, experts: int, hidden: int, intermediate: int, dtype: torch.dtype = torch.float32) -> None:
+        """Packed stacks w13 [E, 2I, H/2] (gate rows first) and w2 [E, H, I/2] with their block and global scales.
+
+        `dtype` is that of activations.
+        """
         for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
             layer.register_parameter(f"{name}_weight", _parameter((experts, n, k // 2), torch.uint8))
             layer.register_parameter(f"{name}_weight_scale", _parameter((experts, n, k // nvfp4.BLOCK), torch.float8_e4m3fn))
+        layer.compute_dtype = dtype
         # One global scale a matrix: w1 and w3 of an expert share theirs, which is checked and not assumed.
         layer.register_parameter("w13_weight_scale_2", _parameter((experts, 2), torch.float32))
         layer.register_parameter("w2_weight_scale_2", _parameter((experts, 1), torch.float32))
@@ -124,7 +150,10 @@ class NVFP4Experts(QuantizeMethodBase):
         return stack[index] if leaf == "weight_scale_2" else stack.chunk(2)[index]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Rebuild the values, once, in fp32: `w13` [E, 2I, H] and `w2` [E, H, I]. Raises when w1 and w3 disagree on their scale."""
+        """To `w13` [E, 2I, H] and `w2` [E, H, I]: tiles for the kernels, or values in fp32.
+
+        Raises `ValueError` when w1 and w3 of an expert disagree on their scale.
+        """
         scales = layer.w13_weight_scale_2.data
         unequal = (scales[:, 0] != scales[:, 1]).nonzero().flatten().tolist()
         if unequal:
@@ -132,13 +161,26 @@ class NVFP4Experts(QuantizeMethodBase):
         for name, scale in (("w13", scales[:, 0]), ("w2", layer.w2_weight_scale_2.data[:, 0])):
             codes = getattr(layer, f"{name}_weight").data
             blocks = getattr(layer, f"{name}_weight_scale").data.view(torch.uint8)
-            layer.register_parameter(name, _frozen(nvfp4.dequantize(NVFP4Tensor(codes, blocks, scale))))
+            packed = NVFP4Tensor(codes, blocks, scale)
+            if takes_tiles(codes.device, layer.compute_dtype):
+                setattr(layer, name, pack_experts(packed, f"{layer.prefix}.{name}"))
+            else:
+                layer.register_parameter(name, _frozen(nvfp4.dequantize(packed)))
             for leaf in ("weight", "weight_scale", "weight_scale_2"):
                 delattr(layer, f"{name}_{leaf}")
+
+    @staticmethod
+    def values(layer: nn.Module, expert: int) -> tuple[Tensor, Tensor]:
+        """fp32 w13 [2I, H] and w2 [H, I] of one expert, what is multiplied."""
+        return tuple(_expert(weight, expert) for weight in (layer.w13, layer.w2))
 
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Unused: the experts module calls `kernels.moe` itself."""
         raise NotImplementedError("routed experts are multiplied by kernels.moe")
+
+
+def _expert(weight: Tensor | NVFP4Tiles, expert: int) -> Tensor:
+    return weight[expert] if isinstance(weight, Tensor) else nvfp4.dequantize(expert_of(weight, expert))
 
 
 @register_quantization_config(NAME)

@@ -6,9 +6,9 @@ tokens under the hash of their KV block, and the scheduler attaches the rows to 
 prefill, preemption and prefix-cache hits (the rows of a cached block come back with it), and cross processes with the output. A row that
 is missing fails an assertion there and the step with it. (That is also why vLLM asks for prefix caching when routes are on.)
 
-Two things are ours. `Capturer` keeps ids as int16 with -1 in layers without experts, and refuses a step in which a layer with experts
-reported nothing. `RouteCPUModelRunner` feeds the connector from the V1 runner, the only one that runs on a CPU; upstream does it in
-the V2 runner only, which CUDA uses.
+Two things are ours. `Capturer` keeps ids as int16 with -1 in layers without experts, and a step in which a layer with experts did
+not report every token is refused when it is read. `RouteCPUModelRunner` feeds the connector from the V1 runner, the only one that runs
+on a CPU; upstream does it in the V2 runner only, which CUDA uses.
 
 Result: int16 [prompt + response - 1, num_hidden_layers, top_k], logical expert ids in ascending order, by absolute layer index.
 """
@@ -29,11 +29,14 @@ from .settings import ARCHITECTURE
 
 
 class Capturer(RoutedExpertsCapturer):
-    """vLLM's capture buffer with -1 for "no expert here". Other models keep vLLM's own behaviour."""
+    """vLLM's capture buffer with -1 for "no expert here". Other models keep vLLM's own behaviour.
+
+    The buffer is emptied after each step, on the device and in order with it, so that a layer that said nothing in a step shows in what
+    was read of that step, whether the layer ran or a captured graph of it was replayed.
+    """
 
     def __init__(self, max_num_batched_tokens: int, vllm_config: VllmConfig) -> None:
         super().__init__(max_num_batched_tokens, vllm_config)
-        self._written: dict[int, int] = {}
         self._ours = ARCHITECTURE in vllm_config.model_config.architectures
         if not self._ours:
             return
@@ -42,19 +45,20 @@ class Capturer(RoutedExpertsCapturer):
         self.output_dtype_name, self.output_dtype = "int16", torch.int16
         self.device_buffer.fill_(-1)
 
-    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Keep the ids [T, k] of a layer in this step."""
-        super().capture(layer_id, topk_ids)
-        self._written[layer_id] = topk_ids.shape[0]
-
     def snapshot_routing_data(self, num_tokens: int) -> Tensor:
-        """[T, layers, k] of this step. Raises `RuntimeError` when a layer did not report all of its tokens."""
+        """[T, layers, k] of this step."""
+        step = super().snapshot_routing_data(num_tokens)
         if self._ours:
-            silent = [i for i in self._moe_layers if self._written.get(i, 0) < num_tokens]
-            if silent:
-                raise RuntimeError(f"no routes of {num_tokens} tokens from layers {silent}")
-            self._written.clear()
-        return super().snapshot_routing_data(num_tokens)
+            self.device_buffer.fill_(-1)
+        return step
+
+    def require_complete(self, step: np.ndarray) -> None:
+        """Raise `RuntimeError` when a layer with experts did not report all tokens of a step [T, layers, k]."""
+        if not self._ours:
+            return
+        silent = [i for i in self._moe_layers if (step[:, i] < 0).any()]
+        if silent:
+            raise RuntimeError(f"no routes of some of {len(step)} tokens from layers {silent}")
 
 
 class RouteCPUModelRunner(CPUModelRunner):

@@ -5,7 +5,8 @@ The engine learns its profile from vLLM's `additional_config`:
     {"samebits": {"profile": "w4a16-fp32", "kv_cache": "auto", "targets": "all", "rank": 32}}
 
 `profile` names a numerics profile, `kv_cache` is "auto" (the compute dtype) or "nvfp4", `targets` and `rank` say what an adapter
-consists of. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
+consists of. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index keys
+have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
 line there and not a traceback from a worker.
 """
 
@@ -26,6 +27,10 @@ PAGE = 128  # tokens of a KV page: one MSA block
 RESIDENT = 2  # adapter versions in memory: the one that is being sampled from, and the next one
 _ACTIVATIONS = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
 _KEYS = {"profile", "kv_cache", "targets", "rank"}
+serving = False
+"""Whether this process holds a model of ours: what is patched in vLLM for it leaves other models alone."""
+KV_DTYPES = ("auto", "nvfp4")
+"""What vLLM's `kv_cache_dtype` may be."""
 
 
 class EngineRefused(RuntimeError):
@@ -100,9 +105,26 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
     lora = vllm_config.lora_config
     if lora is not None and lora.max_loras > RESIDENT:
         raise EngineRefused(f"max_loras is {lora.max_loras}; at most {RESIDENT} adapter versions are resident")
-    if vllm_config.cache_config.cache_dtype != "auto":
-        raise EngineRefused("kv_cache_dtype must be 'auto'; the KV format is additional_config.samebits.kv_cache")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in KV_DTYPES:
+        raise EngineRefused(f"kv_cache_dtype must be {' or '.join(KV_DTYPES)}, not {cache_dtype!r}")
+    indexer = vllm_config.attention_config.indexer_kv_dtype
+    have = "nvfp4" if settings.packed_kv else "bf16" if model.dtype is torch.bfloat16 else "auto"
+    if indexer not in ("auto", have):
+        raise EngineRefused(f"attention_config.indexer_kv_dtype is {indexer!r}, but index keys are kept as keys and values are ({have})")
     return settings
+
+
+def _adopt_kv_dtype(vllm_config: VllmConfig) -> None:
+    """Take `kv_cache_dtype` into our settings. Our layers state the bytes of a page themselves, so vLLM is left with "auto"."""
+    cache, ours = vllm_config.cache_config, vllm_config.additional_config
+    if cache.cache_dtype not in KV_DTYPES or cache.cache_dtype == "auto" or not isinstance(ours, dict) or "samebits" not in ours:
+        return  # `check` has the words for what is wrong here
+    said = ours["samebits"].get("kv_cache", "auto")
+    if said not in ("auto", cache.cache_dtype):
+        raise EngineRefused(f"kv_cache_dtype is {cache.cache_dtype!r}, additional_config.samebits.kv_cache is {said!r}")
+    vllm_config.additional_config = ours | {"samebits": ours["samebits"] | {"kv_cache": cache.cache_dtype}}
+    cache.cache_dtype = "auto"
 
 
 class ConfigHook(VerifyAndUpdateConfig):
@@ -111,8 +133,9 @@ class ConfigHook(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Check the settings and choose the page size where the user did not."""
-        check(vllm_config)
         cache = vllm_config.cache_config
+        _adopt_kv_dtype(vllm_config)
+        check(vllm_config)
         if not cache.user_specified_block_size:
             cache.block_size = PAGE
         if cache.block_size != PAGE:

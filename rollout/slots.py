@@ -38,6 +38,9 @@ class AdapterSlots:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        # On a GPU the slots are told by token in every step with an adapter: a captured graph reads where they lie, and cannot know
+        # which slot will be in use. A token's result is the same either way.
+        self.by_token = device.type != "cpu"
         self.occupants: list[int | None] = [None] * RESIDENT  # vLLM's id of the adapter in each slot
         self._uniform: int | None = -1  # the slot of every token of this step, or None when they differ
         self._token_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -73,8 +76,10 @@ class AdapterSlots:
         slots = {i: -1 if i <= 0 else self.slot(i) for i in present}
         if len(present) <= 1:
             self._uniform = slots[present[0]] if present else -1
-            return
-        self._uniform = None
+            if self._uniform < 0 or not self.by_token:
+                return
+        else:
+            self._uniform = None
         table = np.full(max(present) + 1, -1, dtype=np.int64)
         for i, slot in slots.items():
             if i > 0:
@@ -83,13 +88,20 @@ class AdapterSlots:
         self._token_slots[: len(ids)] = torch.from_numpy(table[np.maximum(ids, 0)]).to(self.device)
 
     def select(self, lora: LoRA, tokens: int) -> tuple[LoRA | None, Tensor | None]:
-        """What the ops take: the LoRA slots and each token's slot. When all tokens share a slot the pair is (that slot, None)."""
-        if self._uniform is None:
-            return lora, self._token_slots[:tokens]
-        if self._uniform < 0:
+        """What the ops take: the LoRA slots and each token's slot. (None, None) when no token has an adapter; where slots are not told
+        by token and all share one, (that slot, None)."""
+        if self._uniform is not None and self._uniform < 0:
             return None, None
+        if self._uniform is None or self.by_token:
+            return lora, self._token_slots[:tokens]
         s = slice(self._uniform, self._uniform + 1)
         return LoRA(lora.a[s], lora.b[s]), None
+
+    def select_all(self, pairs: Iterable[LoRA | None], tokens: int) -> tuple[list[LoRA | None], Tensor | None]:
+        """`select` of several; what is None stays None."""
+        chosen = [None if pair is None else self.select(pair, tokens) for pair in pairs]
+        ids = next((ids for _, ids in filter(None, chosen)), None)
+        return [None if one is None else one[0] for one in chosen], ids
 
     def empty(self, *shape: int) -> Tensor:
         """A zeroed buffer [slots, *shape]."""
@@ -97,20 +109,43 @@ class AdapterSlots:
 
 
 class ProjectionAdapter:
-    """Adapter of a linear layer whose output rows are slices of one or more projections."""
+    """Adapter of a linear layer whose output rows are slices of one or more projections.
 
-    def __init__(self, slots: AdapterSlots, slices: list[tuple[str, int, bool]], k: int) -> None:
+    Where they are `stacked`, the pairs of the slices lie in one: A of all of them below each other, B of each in its own rows and columns
+    and zeros elsewhere. A kernel adds them in one step; zeros leave a sum as it is, so the bits are those of separate pairs.
+    """
+
+    def __init__(self, slots: AdapterSlots, slices: list[tuple[str, int, bool]], k: int, stacked: bool = False) -> None:
         """`slices`: (checkpoint path, rows N, adapted?) in the order of the output. k: input width."""
         self.slots = slots
+        r, count = slots.spec.rank, sum(adapted for _, _, adapted in slices)
+        self.stacked = LoRA(slots.empty(count * r, k), slots.empty(sum(n for _, n, _ in slices), count * r)) if stacked else None
         self.parts: list[tuple[str, int, int, LoRA]] = []
-        at, r = 0, slots.spec.rank
+        self.pairs: list[LoRA | None] = []
+        """The pair of each slice, None where it is not adapted."""
+        at = 0
         for path, n, adapted in slices:
+            pair = None
             if adapted:
-                self.parts.append((path, at, n, LoRA(slots.empty(r, k), slots.empty(n, r))))
+                ranks = slice(len(self.parts) * r, (len(self.parts) + 1) * r)
+                if stacked:
+                    pair = LoRA(self.stacked.a[:, ranks], self.stacked.b[:, at : at + n, ranks])
+                else:
+                    pair = LoRA(slots.empty(r, k), slots.empty(n, r))
+                self.parts.append((path, at, n, pair))
+            self.pairs.append(pair)
             at += n
 
+    def select(self, tokens: int) -> tuple[LoRA | None, Tensor | None]:
+        """All slices in one pair, as `kernels.linear.lora_linear` takes it."""
+        return self.slots.select(self.stacked or self.parts[0][3], tokens)
+
+    def select_pairs(self, tokens: int) -> tuple[list[LoRA | None], Tensor | None]:
+        """The pair of each slice, and each token's slot."""
+        return self.slots.select_all(self.pairs, tokens)
+
     def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """`out` fp32 [T, N] plus the deltas of its slices; it may be changed in place."""
+        """`out` fp32 [T, N] plus the deltas of its slices, one after the other; it may be changed in place."""
         for _, at, n, lora in self.parts:
             chosen, ids = self.slots.select(lora, x.shape[0])
             if chosen is not None:

@@ -48,13 +48,22 @@ def _memory_adapters() -> None:
 
 
 def _capturer() -> None:
-    """The worker's connector builds the capture buffer by name; ours knows layers without experts."""
+    """The worker's connector builds the capture buffer by name; ours knows layers without experts, and looks at what was read of it."""
     from vllm.distributed.aux_output_connector import worker
 
     from .routes import Capturer
 
+    original = worker.AuxOutputWorkerConnector.process_output
     _require(worker.RoutedExpertsCapturer is Capturer.__mro__[1], "aux_output_connector.worker.RoutedExpertsCapturer")
+    _require(_source(original) == "cf508389557c", "AuxOutputWorkerConnector.process_output")
+
+    def process_output(self: Any, pending: Any) -> Any:
+        if isinstance(self._capturer, Capturer):
+            self._capturer.require_complete(pending.routed_experts)
+        return original(self, pending)
+
     worker.RoutedExpertsCapturer = Capturer
+    worker.AuxOutputWorkerConnector.process_output = process_output
 
 
 def _routes_on_cpu() -> None:
@@ -90,6 +99,30 @@ def _routes_on_cpu() -> None:
     cpu_worker.CPUModelRunner = RouteCPUModelRunner
 
 
+def _logprobs() -> None:
+    """The V2 runner, which CUDA uses, takes log-probabilities by a kernel of its own; the trainer's have the bits of `kernels.logprobs`."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
+
+    from samebits.kernels.logprobs import token_logprob_rows
+
+    from . import settings
+
+    original = logprob.compute_token_logprobs
+    _require(_source(original) == "d229e8608673", "sample.logprob.compute_token_logprobs")
+    _require(prompt_logprob.compute_token_logprobs is original, "sample.prompt_logprob.compute_token_logprobs")
+
+    def compute_token_logprobs(logits: Any, token_ids: Any) -> Any:
+        if not settings.serving:
+            return original(logits, token_ids)
+        return token_logprob_rows(logits.float(), token_ids.long())[0]
+
+    logprob.compute_token_logprobs = prompt_logprob.compute_token_logprobs = compute_token_logprobs
+
+
 _applied = False
 
 
@@ -102,4 +135,5 @@ def apply() -> None:
     _memory_adapters()
     _capturer()
     _routes_on_cpu()
+    _logprobs()
     _applied = True

@@ -7,6 +7,8 @@ the adapter, never the base. For a checkpoint that is not ours the registered cl
 What a recipe sets, all through verl's own configuration:
     model.lora_rank, model.lora_alpha, model.target_modules (groups or roles of `quant.adapter.target_roles`, e.g. "all")
     model.override_config.samebits_profile, .samebits_kv_cache (default: the checkpoint's profile, its KV format)
+    model.enable_gradient_checkpointing (keep only each layer's input), model.override_config.samebits_recompute_experts (keep gate and up
+    of experts out of what forward keeps: for runs that keep layers whole; default false)
     actor.fsdp_config.seed (adapter init), actor.fsdp_config.router_replay.mode (R3: replay the rollout's routes)
     actor.policy_loss.loss_mode = samebits_tis
 """
@@ -27,18 +29,20 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from samebits.kernels.expert_tiles import takes_tiles
 from samebits.quant.adapter import target_roles
 from samebits.quant.checkpoint import Checkpoint
-from samebits.quant.profile import get_profile
+from samebits.quant.profile import NumericsProfile, get_profile
 from samebits.quant.roles import MODULE_PATHS
 
 from . import hf_config
 from .batch import pack, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
 from .lora import LoRASettings
-from .model import M3ForTraining, M3Output
+from .model import M3ForTraining, M3Output, compute_dtype
 from .objective import POLICY_LOSS, collect_metrics
 
+_OVERRIDES = ("samebits_profile", "samebits_kv_cache", "samebits_recompute_experts")
 _AGGREGATION = {"sum": AggregationType.SUM, "max": AggregationType.MAX}
 
 
@@ -85,14 +89,21 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> M3ForTraining:
         config, override = self.model_config, self.model_config.override_config
+        unknown = sorted(key for key in override if key.startswith("samebits_") and key not in _OVERRIDES)
+        if unknown:
+            raise ValueError(f"unknown override_config {', '.join(unknown)}; known: {', '.join(_OVERRIDES)}")
+        recompute = override.get("samebits_recompute_experts", False)
+        if not isinstance(recompute, bool):
+            raise ValueError(f"override_config samebits_recompute_experts must be true or false, not {recompute!r}")
         checkpoint = Checkpoint(config.local_path)
         profile = get_profile(override.get("samebits_profile", checkpoint.config["samebits"]["profile"]), override.get("samebits_kv_cache"))
         settings = None
         if config.lora_rank > 0:
             roles = target_roles(config.target_modules)
             settings = LoRASettings(config.lora_rank, config.lora_alpha, roles, self.engine_config.seed)
-        module = M3ForTraining(checkpoint, profile, settings, wrap=self._shard)
+        module = M3ForTraining(checkpoint, profile, settings, wrap=self._shard, pack_on=pack_device(profile))
         module.checkpoint_activations(config.enable_gradient_checkpointing)
+        module.recompute_experts(recompute)
         return module
 
     def _shard(self, module: nn.Module) -> None:
@@ -187,6 +198,12 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type=TaskType.CAUSAL_LM, bias="none").to_dict()
         config["samebits"] = {"version": self.adapter_version, "profile": self.module.profile.hash}
         return self.module.export_adapter(), config
+
+
+def pack_device(profile: NumericsProfile) -> torch.device | None:
+    """Where to reorder the base for the Hopper kernels, or None where `profile` or verl's device has no use for them."""
+    device = torch.device(get_device_name())
+    return device if takes_tiles(device, compute_dtype(profile)) else None
 
 
 def _policy_loss_of(loss_function: Callable | None) -> str | None:

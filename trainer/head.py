@@ -2,7 +2,7 @@
 
 The logits of a chunk exist only while the chunk is computed: with a vocabulary of 200 000 the logits of a whole packed batch would
 be the largest tensor of the step. Backward computes them again. Temperature divides the logits, once, before the softmax, as the
-engine's sampler does.
+engine's sampler does. On CUDA neither the product nor the sum of a row knows of its chunk: chunks change no bit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from samebits.kernels.linear import frozen_linear
+from samebits.kernels.logprobs import token_logprob_rows
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits held at a time: 128 MiB of fp32."""
+"""Logits held at a time on CPU: 128 MiB of fp32."""
+CUDA_CHUNK_ELEMENTS = 1 << 27
+"""The same on CUDA, where a chunk must be large for the product to be worth reading the whole head: 512 MiB."""
+TILE = 128
+"""Rows of a tile of that product: chunks hold whole ones, where they hold one."""
 
 
 def token_logprobs(
@@ -23,7 +28,7 @@ def token_logprobs(
     labels: Tensor,
     temperature: Tensor,
     entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden weight^T / temperature)[labels] and, where asked for, the entropy of that distribution.
 
@@ -32,20 +37,18 @@ def token_logprobs(
     Returns:
         fp32 [T] log-probabilities and fp32 [T] entropies or None. Gradients go to `hidden`.
     """
-    rows = max(1, chunk_elements // weight.shape[0])
+    rows = max(1, (chunk_elements or (CUDA_CHUNK_ELEMENTS if hidden.is_cuda else CHUNK_ELEMENTS)) // weight.shape[0])
+    if hidden.is_cuda and rows > TILE:
+        rows -= rows % TILE
     parts = zip(hidden.split(rows), labels.split(rows), temperature.split(rows), strict=True)
     if len(hidden) <= rows or not torch.is_grad_enabled():
         out = [_chunk(h, weight, y, t, entropy) for h, y, t in parts]
     else:
-        out = [checkpoint(_chunk, h, weight, y, t, entropy, use_reentrant=False) for h, y, t in parts]
+        out = [checkpoint(_chunk, h, weight, y, t, entropy, use_reentrant=False, preserve_rng_state=False) for h, y, t in parts]
     picked = torch.cat([p for p, _ in out])
     return picked, torch.cat([e for _, e in out]) if entropy else None
 
 
 def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logprobs = (frozen_linear(hidden, weight) / temperature[:, None]).log_softmax(-1)
-    picked = logprobs.gather(-1, labels[:, None]).squeeze(-1)
-    if not entropy:
-        return picked, None
-    # A probability of 0 has logprob -inf at worst; its contribution to the entropy is 0, not NaN.
-    return picked, -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
+    picked, entropies = token_logprob_rows(frozen_linear(hidden, weight), labels[:, None], temperature, entropy)
+    return picked.squeeze(-1), entropies

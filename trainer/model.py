@@ -1,8 +1,8 @@
 """The MiniMax-M3 text model for training, on packed sequences, over a base that stays packed.
 
 It is built of the ops in `kernels`, which the engine's model calls too. Base weights are parameters without gradient in their
-stored bytes (uint8 codes and scales, fp32 global scales), so FSDP2 shards them as they are, and no bf16 copy of the model exists.
-Only the adapter is trained.
+stored bytes (uint8 codes and scales, fp32 global scales), or in the same bits reordered for the Hopper kernels (`kernels.expert_tiles`,
+`kernels.linear_tiles`), so FSDP2 shards and gathers them as they are, and no bf16 copy of the model exists. Only the adapter is trained.
 
 A batch is packed: tokens [T] of all sequences one after the other, and the sequence lengths. Attention never crosses a sequence and
 its blocks are anchored at each sequence's start. Nothing is padded, so there is no padding to mask out.
@@ -22,58 +22,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from samebits.kernels.activation import swiglu_oai_halves
-from samebits.kernels.linear import FrozenWeight, LoRA, lora_linear, select, split
-from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
-from samebits.kernels.msa import PaddedBucket, packed_attention, pad_packed
+from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of
+from samebits.kernels.linear import FrozenWeight, LoRA, frozen_linear, lora_linear, select, split
+from samebits.kernels.mlp import moe_with_shared
+from samebits.kernels.moe import ExpertLoRA, route_topk, route_weights
+from samebits.kernels.msa_ops import Norms, rotate_heads
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
-from samebits.kernels.rope import apply_rope, rope_table
+from samebits.kernels.rope import apply_rope
 from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 from samebits.quant.adapter import AdapterSpec
-from samebits.quant.checkpoint import Checkpoint, CheckpointError
-from samebits.quant.nvfp4 import NVFP4Tensor
+from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import Format, NumericsProfile, require_same
 from samebits.quant.roles import Role
 
+from .base import PackedBase, gate_up_of, stack
 from .head import token_logprobs
-from .lora import LayerLoRA, LoRASettings, full
+from .lora import LayerLoRA, LoRASettings
 from .m3_config import M3Dims
+from .mlp import MLP
+from .packed import Sequences, attend, kernels_attend, sequences
 
 _COMPUTE = {Format.FP32: torch.float32, Format.BF16: torch.bfloat16}
 
 
-class PackedBase(nn.Module):
-    """One frozen weight in its stored format; every part is a parameter without gradient, in its own dtype."""
-
-    def __init__(self, weight: FrozenWeight) -> None:
-        super().__init__()
-        self._kind = type(weight) if isinstance(weight, tuple) else None
-        parts = weight._asdict() if isinstance(weight, tuple) else {"weight": weight}
-        self._names = tuple(parts)
-        for name, part in parts.items():
-            # FSDP2 shards along the first dimension, so a scalar global scale becomes a vector of one.
-            self.register_parameter(name, nn.Parameter(part.reshape(part.shape or (1,)), requires_grad=False))
-
-    def value(self) -> FrozenWeight:
-        """The weight as `kernels.linear` takes it."""
-        return self._join([getattr(self, name) for name in self._names])
-
-    def gathered(self) -> FrozenWeight:
-        """The weight outside of a forward, where it may be sharded. Every rank must ask."""
-        return self._join([full(getattr(self, name)) for name in self._names])
-
-    def _join(self, parts: list[Tensor]) -> FrozenWeight:
-        return self._kind(*parts) if self._kind else parts[0]
-
-
-class Sequences(NamedTuple):
-    """What every layer needs to know about the packed batch."""
-
-    longest: int
-    buckets: list[PaddedBucket]
-    cos: Tensor  # fp32 [T, rotary_dim / 2]
-    sin: Tensor
+def compute_dtype(profile: NumericsProfile) -> torch.dtype:
+    """Dtype of the activations. Raises `ValueError` for a profile that cannot be trained with."""
+    if profile.activations not in _COMPUTE:
+        raise ValueError(f"numerics profile {profile.name!r} trains with {profile.activations} activations, which is not supported")
+    return _COMPUTE[Format(profile.activations)]
 
 
 class LayerOutput(NamedTuple):
@@ -114,33 +91,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seqs: Sequences, lora: LayerLoRA | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [T, H] to ([T, H], chosen blocks or None)."""
-        q = self._rotated("q", self._heads("q", x, lora, Role.ATTN_Q), seqs)
-        k = self._cached(self._rotated("k", self._heads("k", x, lora, Role.ATTN_K), seqs))
-        v = self._cached(self._heads("v", x, lora, Role.ATTN_V))
+        q, k, v = (self._heads(n, x, lora, role) for n, role in (("q", Role.ATTN_Q), ("k", Role.ATTN_K), ("v", Role.ATTN_V)))
         index_q = index_k = None
-        tap(f"{self.prefix}q", q)
-        tap(f"{self.prefix}k", k)
-        tap(f"{self.prefix}v", v)
         to_choose = seqs.longest > self.dims.sparse.block * self.dims.sparse.topk
         if self.sparse and (to_choose or recording(f"{self.prefix}index_q")):
-            # The choice passes no gradient.
-            with torch.no_grad():
-                index_q = self._rotated("index_q", self._heads("index_q", x), seqs)
-                index_k = self._cached(self._rotated("index_k", self._heads("index_k", x), seqs))
-                tap(f"{self.prefix}index_q", index_q)
-                tap(f"{self.prefix}index_k", index_k)
-                index_k = index_k[:, 0]
-        out, chosen = packed_attention(
-            q,
-            k,
-            v,
-            seqs.buckets,
-            self.dims.shape.head_dim**-0.5,
-            index_q,
-            index_k,
-            self.dims.sparse if self.sparse else None,
-            blocks.int() if blocks is not None else None,
-        )
+            with torch.no_grad():  # The choice passes no gradient.
+                index_q, index_k = self._heads("index_q", x), self._heads("index_k", x)
+        q, k, v, index_q, index_k = self._rotated(q, k, v, index_q, index_k, seqs)
+        for name, value in (("q", q), ("k", k), ("v", v), ("index_q", index_q), ("index_k", index_k)):
+            if value is not None:
+                tap(f"{self.prefix}{name}", value)
+        index_k = index_k[:, 0] if index_k is not None else None
+        scale, config = self.dims.shape.head_dim**-0.5, self.dims.sparse if self.sparse else None
+        out, chosen = attend(q, k, v, seqs, scale, index_q, index_k, config, blocks)
         if chosen is not None:
             tap(f"{self.prefix}blocks", chosen)
         tap(f"{self.prefix}attention", out.flatten(1))
@@ -151,34 +114,26 @@ class Attention(nn.Module):
     def _heads(self, name: str, x: Tensor, lora: LayerLoRA | None = None, role: Role | None = None) -> Tensor:
         return lora_linear(x, self.proj[name].value(), _pair(lora, role)).unflatten(-1, (-1, self.dims.shape.head_dim))
 
-    def _rotated(self, name: str, x: Tensor, seqs: Sequences) -> Tensor:
-        return apply_rope(gemma_rms_norm(x, self.norm[name].value(), self.dims.eps), seqs.cos, seqs.sin)
+    def _rotated(self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor | None, index_k: Tensor | None, seqs: Sequences):
+        """Heads [T, heads, D] normed and rotated, K, V and the index key as the cache holds them."""
+        if seqs.batch is not None:
+            norms = Norms(*(self.norm[n].value() if n in self.norm else None for n in Norms._fields[:4]), self.dims.eps)
+            one = index_k[:, 0] if index_k is not None else None
+            form = "nvfp4" if self.quantized_kv else "bf16"
+            q, k, v, index_q, one = rotate_heads(q, k, v, index_q, one, norms, seqs.table, seqs.position, form)
+            return q, k, v, index_q, one[:, None] if one is not None else None
+
+        def turned(name: str, x: Tensor) -> Tensor:
+            return apply_rope(gemma_rms_norm(x, self.norm[name].value(), self.dims.eps), seqs.cos, seqs.sin)
+
+        q, k, v = turned("q", q), self._cached(turned("k", k)), self._cached(v)
+        if index_q is not None:
+            with torch.no_grad():
+                index_q, index_k = turned("index_q", index_q), self._cached(turned("index_k", index_k))
+        return q, k, v, index_q, index_k
 
     def _cached(self, x: Tensor) -> Tensor:
         return kv.round_trip(x) if self.quantized_kv else x
-
-
-class MLP(nn.Module):
-    """Dense MLP of the first layers and shared expert of the others."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, roles: tuple[Role, Role, Role], dims: M3Dims) -> None:
-        super().__init__()
-        self.dims, self.roles, self.prefix = dims, roles, prefix
-        self.proj = nn.ModuleDict({n: PackedBase(checkpoint.weight(f"{prefix}{n}_proj")) for n in ("gate", "up", "down")})
-
-    def forward(self, x: Tensor, lora: LayerLoRA | None) -> Tensor:
-        """x [T, H] to [T, H]."""
-        gate, up, down = (_pair(lora, role) for role in self.roles)
-        halves = [lora_linear(x, self.proj[n].value(), pair) for n, pair in (("gate", gate), ("up", up))]
-        act = swiglu_oai_halves(*halves, self.dims.activation).to(x.dtype)
-        tap(f"{self.prefix}activation", act)
-        out = lora_linear(act, self.proj["down"].value(), down)
-        tap(f"{self.prefix}down_proj", out)
-        return out
-
-    def base_weights(self, prefix: str) -> Iterator[tuple[str, FrozenWeight]]:
-        """See `M3ForTraining.base_weights`."""
-        return ((f"{prefix}{name}_proj", weight.gathered()) for name, weight in self.proj.items())
 
 
 class MoE(nn.Module):
@@ -187,17 +142,18 @@ class MoE(nn.Module):
     def __init__(self, checkpoint: Checkpoint, layer: int, dims: M3Dims) -> None:
         super().__init__()
         self.dims = dims
+        self.recompute = False
         self.prefix = prefix = f"model.layers.{layer}.block_sparse_moe."
         self.gate = PackedBase(checkpoint.tensor(f"{prefix}gate.weight"))
         self.bias = PackedBase(checkpoint.tensor(f"{prefix}e_score_correction_bias"))
         experts = [f"{prefix}experts.{e}." for e in range(dims.shape.experts)]
-        self.w13 = PackedBase(_stack([_gate_up(checkpoint, e) for e in experts]))
-        self.w2 = PackedBase(_stack([checkpoint.weight(f"{e}w2") for e in experts]))
+        self.w13 = PackedBase(stack([gate_up_of(checkpoint, e) for e in experts]))
+        self.w2 = PackedBase(stack([checkpoint.weight(f"{e}w2") for e in experts]))
         self.shared = MLP(checkpoint, f"{prefix}shared_experts.", (Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN), dims)
 
     def forward(self, x: Tensor, lora: LayerLoRA | None, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [T, H], routes int [T, k] or None to ([T, H], ids used [T, k], rows replayed [], rows that agree [])."""
-        logits = F.linear(x.float(), self.gate.value().float())
+        logits = frozen_linear(x, self.gate.value())
         ids, weights = route_topk(logits, self.bias.value(), self.dims.top_k, self.dims.routed_scale)
         replayed = agreed = torch.zeros((), dtype=torch.int64, device=x.device)
         if routes is not None:
@@ -208,18 +164,29 @@ class MoE(nn.Module):
             replayed, agreed = given.sum(), ((ids == own).all(-1) & given[:, 0]).sum()
         for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
             tap(f"{self.prefix}{name}", value)
-        routed = moe(x, self.w13.value(), self.w2.value(), ids, weights, self.dims.activation, self._expert_lora(lora))
-        tap(f"{self.prefix}experts", routed)
-        return routed + self.shared(x, lora), ids, replayed, agreed
+        out = moe_with_shared(
+            x,
+            self.w13.value(),
+            self.w2.value(),
+            ids,
+            weights,
+            self.shared.operands(lora),
+            self.dims.activation,
+            self._expert_lora(lora),
+            recompute=self.recompute,
+            point=self.prefix,
+        )
+        return out, ids, replayed, agreed
 
     def base_weights(self, prefix: str) -> Iterator[tuple[str, FrozenWeight]]:
         """See `M3ForTraining.base_weights`."""
         yield f"{prefix}gate", self.gate.gathered()
         yield f"{prefix}e_score_correction_bias", self.bias.gathered()
-        w13, w2 = self.w13.gathered(), self.w2.gathered()
-        for e in range(self.dims.shape.experts):
-            gate, up = split(select(w13, e), 2)
-            yield from ((f"{prefix}experts.{e}.w1", gate), (f"{prefix}experts.{e}.w2", select(w2, e)), (f"{prefix}experts.{e}.w3", up))
+        w13, w2 = self.w13.held(), self.w2.held()
+        for e in range(self.dims.shape.experts):  # tiles are unpacked one expert at a time
+            gate_up, down = (expert_of(w, e) if isinstance(w, NVFP4Tiles) else select(w, e) for w in (w13, w2))
+            gate, up = split(gate_up, 2)
+            yield from ((f"{prefix}experts.{e}.w1", gate), (f"{prefix}experts.{e}.w2", down), (f"{prefix}experts.{e}.w3", up))
         yield from self.shared.base_weights(f"{prefix}shared_experts.")
 
     def _expert_lora(self, lora: LayerLoRA | None) -> ExpertLoRA | None:
@@ -238,6 +205,7 @@ class DecoderLayer(nn.Module):
         profile: NumericsProfile,
         spec: AdapterSpec | None,
         settings: LoRASettings | None,
+        pack_on: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix = f"model.layers.{layer}."
@@ -252,6 +220,10 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(checkpoint, f"{prefix}mlp.", (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN), dims)
         self.lora = LayerLoRA(spec, layer, settings) if settings is not None else None
+        if pack_on is not None:
+            for name, module in self.named_modules():
+                if isinstance(module, PackedBase):
+                    module.pack(f"{prefix}{name}", pack_on)
 
     def forward(
         self,
@@ -293,6 +265,8 @@ class M3ForTraining(nn.Module):
         lora: adapter settings, or None for the bare base.
         wrap: called with each layer right after it was built and with the model at the end, e.g. to shard it, so that no process
             ever holds more than one whole layer.
+        pack_on: hold experts and MXFP8 projections in the order of the Hopper kernels, reordered layer by layer on this device. Where
+            those kernels do not run they are unpacked again in each call: ask `kernels.expert_tiles.takes_tiles` first.
     Raises `ProfileMismatch`, `CheckpointError` or `ValueError` in one line.
     """
 
@@ -302,21 +276,20 @@ class M3ForTraining(nn.Module):
         profile: NumericsProfile,
         lora: LoRASettings | None = None,
         wrap: Callable[[nn.Module], object] | None = None,
+        pack_on: torch.device | None = None,
     ) -> None:
         super().__init__()
         require_same(f"checkpoint {checkpoint.folder}", checkpoint.weights_hash, "the trainer", profile.weights_hash)
-        if profile.activations not in _COMPUTE:
-            raise ValueError(f"numerics profile {profile.name!r} trains with {profile.activations} activations, which is not supported")
+        self.compute_dtype = compute_dtype(profile)
         self.dims = M3Dims.from_config(checkpoint.config)
         self.profile = profile
-        self.compute_dtype = _COMPUTE[Format(profile.activations)]
         self.settings = lora
         self.spec = AdapterSpec(self.dims.shape, lora.rank, lora.roles, str(profile.lora)) if lora is not None else None
         self._adapter_enabled = True
         self.embed = PackedBase(checkpoint.tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList()
         for i in range(self.dims.shape.layers):
-            layer = DecoderLayer(checkpoint, i, self.dims, profile, self.spec, lora)
+            layer = DecoderLayer(checkpoint, i, self.dims, profile, self.spec, lora, pack_on)
             if wrap is not None:
                 wrap(layer)
             self.layers.append(layer)
@@ -349,7 +322,7 @@ class M3ForTraining(nn.Module):
             raise ValueError(f"sequence lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
         if routes is not None and routes.shape != (len(tokens), dims.shape.layers, dims.top_k):
             raise ValueError(f"routes have shape {tuple(routes.shape)}, not {(len(tokens), dims.shape.layers, dims.top_k)}")
-        seqs = self._sequences(lengths, tokens.device)
+        seqs = sequences(lengths, dims, kernels_attend(dims, self.compute_dtype, tokens.device), tokens.device)
         x, residual = F.embedding(tokens, self.embed.value()).to(self.compute_dtype), None
         tap("model.embed_tokens", x)
         choices: list[LayerOutput] = []
@@ -386,6 +359,13 @@ class M3ForTraining(nn.Module):
         for layer in self.layers:
             layer.checkpointing = enabled
 
+    def recompute_experts(self, enabled: bool = True) -> None:
+        """Keep gate and up of experts and MLPs out of what forward keeps, and multiply them again in backward (on tiles only)."""
+        for layer in self.layers:
+            for module in layer.modules():
+                if isinstance(module, MLP | MoE):
+                    module.recompute = enabled
+
     def adapter_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and master of everything that is trained."""
         return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
@@ -411,12 +391,6 @@ class M3ForTraining(nn.Module):
             if layer.lora is not None:
                 yield from layer.lora.export()
 
-    def _sequences(self, lengths: list[int], device: torch.device) -> Sequences:
-        length = torch.tensor(lengths, device=device)
-        position = torch.arange(int(sum(lengths)), device=device) - (length.cumsum(0) - length).repeat_interleave(length)
-        cos, sin = rope_table(max(lengths), self.dims.rotary_dim, self.dims.rope_theta, device)
-        return Sequences(max(lengths), pad_packed(lengths, device, waste=1.15), cos[position], sin[position])
-
     def _layered(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> Tensor:
         device = next(c.device for c in choices if c is not None)
         empty = torch.full(shape, -1, dtype=torch.int16, device=device)
@@ -425,18 +399,3 @@ class M3ForTraining(nn.Module):
 
 def _pair(lora: LayerLoRA | None, role: Role | None) -> LoRA | None:
     return lora.values(role) if lora is not None and role is not None else None
-
-
-def _gate_up(checkpoint: Checkpoint, expert: str) -> FrozenWeight:
-    """Gate and up of one expert in one matrix, gate rows first. They share a global scale; anything else raises."""
-    gate, up = checkpoint.weight(f"{expert}w1"), checkpoint.weight(f"{expert}w3")
-    if not isinstance(gate, NVFP4Tensor):
-        return type(gate)(*(torch.cat(p) for p in zip(gate, up, strict=True))) if isinstance(gate, tuple) else torch.cat((gate, up))
-    if not torch.equal(gate.global_scale, up.global_scale):
-        raise CheckpointError(f"{checkpoint.folder}: {expert}w1 and {expert}w3 have different global scales")
-    return NVFP4Tensor(torch.cat((gate.codes, up.codes)), torch.cat((gate.block_scales, up.block_scales)), gate.global_scale)
-
-
-def _stack(weights: list[FrozenWeight]) -> FrozenWeight:
-    first = weights[0]
-    return type(first)(*(torch.stack(p) for p in zip(*weights, strict=True))) if isinstance(first, tuple) else torch.stack(weights)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import samebits.trainer.plugin  # noqa: F401  verl must know it before its engines are imported
 
-from . import engine, trainer, transport, weights, wire
+from . import attention, engine, trainer, transport, weights, wire
 from .base import CATALOGUE, Fault
 
-__all__ = ["CATALOGUE", "Fault", "engine", "trainer", "transport", "weights", "wire"]
+__all__ = ["CATALOGUE", "Fault", "attention", "engine", "trainer", "transport", "weights", "wire"]

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import samebits.rollout.attention as engine_attention
 import samebits.rollout.model as engine_model
 from samebits.alignment_checks.pair import Pair
 from samebits.alignment_checks.report import Place
 from samebits.kernels.moe import route_topk
-from samebits.kernels.msa import attend
 from samebits.kernels.rope import rope_table
 from samebits.rollout.slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
 
@@ -247,123 +245,6 @@ def positions_from_one(pair: Pair) -> Iterator[Place]:
     """Positions start at 1, which only a wrong mixture of tables shows: cosines are shifted, sines are not."""
     with _tables(pair, lambda cos, sin: (cos.roll(-1, 0), sin)):
         yield Place(layer=0, tensor="model.layers.0.self_attn.q")
-
-
-@fault("engine", "routing.blocks")
-def block_choice_not_causal(pair: Pair) -> Iterator[Place]:
-    """The indexer scores blocks that lie after the query."""
-    original = engine_attention.select_blocks
-
-    def ahead(index_q: Tensor, index_k: Tensor, q_pos: Tensor, config: Any) -> Tensor:
-        last = q_pos.amax(-1, keepdim=True).expand_as(q_pos)
-        return original(index_q, index_k, torch.where(q_pos >= 0, last, q_pos), config)
-
-    with replaced(engine_attention, "select_blocks", ahead):
-        yield Place(layer=layers(pair)[1])
-
-
-@contextmanager
-def _sparse(pair: Pair, layer: int, **change: int) -> Iterator[None]:
-    cache = engine_layer(pair, layer).self_attn.attn
-    with replaced(cache, "sparse", cache.sparse._replace(**change)):
-        yield
-
-
-@fault("engine", "routing.blocks")
-def local_block_missing(pair: Pair) -> Iterator[Place]:
-    """A query's own block is not forced into its choice."""
-    layer = layers(pair)[2]
-    with _sparse(pair, layer, local_blocks=0):
-        yield Place(layer=layer)
-
-
-@fault("engine", "routing.blocks")
-def fewer_blocks(pair: Pair) -> Iterator[Place]:
-    """One layer reads one block less than the model's top-k."""
-    layer = layers(pair)[1]
-    with _sparse(pair, layer, topk=pair.trainer.dims.sparse.topk - 1):
-        yield Place(layer=layer)
-
-
-@fault("engine", "routing.blocks")
-def index_keys_lost(pair: Pair) -> Iterator[Place]:
-    """Index keys are not written into the cache, the third lane of a page."""
-    layer = layers(pair)[2]
-    cache = engine_layer(pair, layer).self_attn.attn
-    original = cache._write
-
-    def write(slots: Tensor, *parts: Tensor) -> None:
-        original(slots, *parts[:2], torch.ones_like(parts[2]))
-
-    with replaced(cache, "_write", write):
-        yield Place(layer=layer)
-
-
-@fault("engine", *OPERATIONS)
-def kv_scale_wrong(pair: Pair) -> Iterator[Place]:
-    """Keys of one layer enter the cache under another scale than they are read with."""
-    layer = layers(pair)[1]
-    cache = engine_layer(pair, layer).self_attn.attn
-    original = cache._write
-    with replaced(cache, "_write", lambda slots, k, *rest: original(slots, k * 1.25, *rest)):
-        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.k")
-
-
-@fault("engine", *OPERATIONS)
-def kv_rounded_to_fp8(pair: Pair) -> Iterator[Place]:
-    """The engine keeps values in an FP8 cache, the trainer does not."""
-    layer = layers(pair)[0]
-    cache = engine_layer(pair, layer).self_attn.attn
-    original = cache._write
-
-    def write(slots: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        original(slots, k, v.to(torch.float8_e4m3fn).to(v.dtype), *rest)
-
-    with replaced(cache, "_write", write):
-        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.v")
-
-
-@fault("engine", *OPERATIONS)
-def last_key_masked(pair: Pair) -> Iterator[Place]:
-    """Attention leaves out the newest key: the tail's mask is one short."""
-    original = engine_attention.attend
-
-    def short(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, *rest: Any, **options: Any) -> Tensor:
-        return original(q, k, v, torch.where(q_pos > 0, q_pos - 1, q_pos), *rest, **options)
-
-    with replaced(engine_attention, "attend", short):
-        yield Place(layer=0, tensor="model.layers.0.self_attn.attention")
-
-
-@fault("engine", *OPERATIONS)
-def attention_scale_wrong(pair: Pair) -> Iterator[Place]:
-    """Attention scores are scaled by the hidden size instead of the head size."""
-    layer = layers(pair)[0]
-    cache = engine_layer(pair, layer).self_attn.attn
-    with replaced(cache, "scale", cache.scale * 0.9):
-        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.attention")
-
-
-@fault("engine", "logprobs.variants")
-def chunk_forgets_prefix(pair: Pair) -> Iterator[Place]:
-    """A prefill that continues a prefix, cached or of an earlier chunk, does not attend to it."""
-    original = engine_attention.PagedCache.forward
-
-    def forward(self, q: Tensor, *rest: Any) -> Tensor:
-        with replaced(engine_attention, "attend", _without_prefix):
-            return original(self, q, *rest)
-
-    def _without_prefix(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, *rest: Any, **options: Any) -> Tensor:
-        first = q_pos.masked_fill(q_pos < 0, 1 << 30).amin(-1)
-        if q.shape[1] == 1 or int(first.max()) == 0:
-            return attend(q, k, v, q_pos, *rest, **options)
-        # Keys before the first query become those at it: what is left is attention within the chunk.
-        keys = torch.maximum(torch.arange(k.shape[1], device=q.device), first[:, None]).clamp_max(k.shape[1] - 1)
-        pick = keys[:, :, None, None].expand(-1, -1, *k.shape[2:])
-        return attend(q, k.gather(1, pick), v.gather(1, pick), q_pos, *rest, **options)
-
-    with replaced(engine_attention.PagedCache, "forward", forward):
-        yield Place()
 
 
 @fault("engine", "logprobs.variants")

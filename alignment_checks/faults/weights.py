@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 import samebits.rollout.adapter as engine_adapter
 from samebits.alignment_checks.adapters import place_of
-from samebits.alignment_checks.pair import Pair
+from samebits.alignment_checks.pair import Pair, PairError
 from samebits.alignment_checks.report import Place
+from samebits.kernels.expert_tiles import expert_of, pack_experts
+from samebits.kernels.linear_tiles import pack_linear
 from samebits.quant import layouts, mxfp8, nvfp4
 from samebits.quant.adapter import tensor_name
 from samebits.quant.mxfp8 import MXFP8Tensor
+from samebits.quant.nvfp4 import NVFP4Tensor
 from samebits.quant.roles import ModuleId, Role
 
 from .base import engine_layer, expert, fault, layers, replaced
@@ -41,117 +44,163 @@ def _expert_name(layer: int, number: int, which: str) -> str:
     return f"model.layers.{layer}.block_sparse_moe.experts.{number}.{which}"
 
 
-def _up(pair: Pair, layer: int, number: int) -> Tensor:
-    return _experts(pair, layer).w13.data[number].chunk(2)[1]
+@contextmanager
+def _expert_holds(pair: Pair, layer: int, number: int, which: str, change: Callable[[NVFP4Tensor], NVFP4Tensor]) -> Iterator[Place]:
+    """The engine holds `change` of the checkpoint's matrix, as values or as tiles, whichever it multiplies."""
+    name, experts = _expert_name(layer, number, which), _experts(pair, layer)
+    stored = pair.checkpoint.weight(name)
+    wrong = change(stored)
+    held = experts.w2 if which == "w2" else experts.w13
+    half = slice(None) if which == "w2" else slice(0, len(stored.codes)) if which == "w1" else slice(len(stored.codes), None)
+    if isinstance(held, Tensor):
+        with _changed(held.data[number][half], lambda w: nvfp4.dequantize(wrong)):
+            yield place_of(name)
+        return
+    if not torch.equal(wrong.global_scale, stored.global_scale) and which != "w2":
+        raise PairError("this engine keeps one global scale for w1 and w3 of an expert: it cannot hold two")
+    whole = expert_of(held, number)
+    parts = [part.clone() for part in whole]
+    for part, other in zip(parts[:2], wrong[:2], strict=True):
+        part[half] = other.to(part.device)
+    parts[2] = wrong.global_scale.reshape(whole.global_scale.shape).to(parts[2].device)
+    tiles = pack_experts(NVFP4Tensor(*(part[None] for part in parts)))
+    with ExitStack() as stack:
+        for part, other in zip(held[:3], tiles[:3], strict=True):
+            stack.enter_context(_changed(part[number], lambda w, other=other: other[0]))
+        yield place_of(name)
+
+
+@contextmanager
+def _expert_values(pair: Pair, layer: int, number: int, which: str, change: Callable[[Tensor], Tensor]) -> Iterator[Place]:
+    """`change` of the values: only where the engine keeps values."""
+    held = _experts(pair, layer).w2 if which == "w2" else _experts(pair, layer).w13
+    if not isinstance(held, Tensor):
+        raise PairError("this engine keeps its experts packed: the fault takes one that keeps values")
+    rows = held.data[number] if which == "w2" else held.data[number].chunk(2)[0 if which == "w1" else 1]
+    with _changed(rows, change):
+        yield place_of(_expert_name(layer, number, which))
 
 
 @fault("weights", "weights.base")
 def base_changed(pair: Pair) -> Iterator[Place]:
     """One element of one expert's base weight changes in the engine."""
-    layer, number = layers(pair)[1], expert(pair)
 
-    def change(w: Tensor) -> Tensor:
-        w[3, 5] = w[3, 5] + 1.0
-        return w
+    def change(t: NVFP4Tensor) -> NVFP4Tensor:
+        codes = t.codes.clone()
+        codes[3, 5] ^= 0x20
+        return t._replace(codes=codes)
 
-    with _changed(_experts(pair, layer).w2.data[number], change):
-        yield place_of(_expert_name(layer, number, "w2"))
+    with _expert_holds(pair, layers(pair)[1], expert(pair), "w2", change) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def base_requantized(pair: Pair) -> Iterator[Place]:
-    """An expert is quantized again from 16-bit values of its quantized weights, with a scale of its own."""
-    layer, number = layers(pair)[2], expert(pair)
-    with _changed(_up(pair, layer, number), lambda w: nvfp4.dequantize(nvfp4.quantize((w * 0.97).bfloat16()))):
-        yield place_of(_expert_name(layer, number, "w3"))
+    """An expert is quantized again from 16-bit values of its quantized weights."""
+
+    def change(t: NVFP4Tensor) -> NVFP4Tensor:
+        return nvfp4.quantize((nvfp4.dequantize(t) * 0.97).bfloat16(), t.global_scale)
+
+    with _expert_holds(pair, layers(pair)[2], expert(pair), "w3", change) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def base_in_bf16(pair: Pair) -> Iterator[Place]:
     """The engine keeps dequantized experts in bf16, which has not enough bits for code times scales."""
-    layer, number = layers(pair)[1], expert(pair)
-    with _changed(_experts(pair, layer).w2.data[number], lambda w: w.bfloat16().float()):
-        yield place_of(_expert_name(layer, number, "w2"))
+    with _expert_values(pair, layers(pair)[1], expert(pair), "w2", lambda w: w.bfloat16().float()) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def global_scale_of_one_half(pair: Pair) -> Iterator[Place]:
     """w1 and w3 had different global scales and the engine takes w1's for both without rescaling."""
-    layer, number = layers(pair)[1], expert(pair)
-    with _changed(_up(pair, layer, number), lambda w: w * (4.83 / 3.85)):
-        yield place_of(_expert_name(layer, number, "w3"))
+    with _expert_values(pair, layers(pair)[1], expert(pair), "w3", lambda w: w * (4.83 / 3.85)) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def block_scales_swizzled(pair: Pair) -> Iterator[Place]:
     """Block scales are stored swizzled and read as if they were linear."""
-    layer, number = layers(pair)[2], expert(pair)
-    name = _expert_name(layer, number, "w2")
-    stored = pair.checkpoint.weight(name)
-    n, blocks = stored.block_scales.shape
-    wrong = layouts.swizzle(stored.block_scales).reshape(-1)[: n * blocks].reshape(n, blocks)
-    with _changed(_experts(pair, layer).w2.data[number], lambda w: nvfp4.dequantize(stored._replace(block_scales=wrong))):
-        yield place_of(name)
+
+    def change(t: NVFP4Tensor) -> NVFP4Tensor:
+        n, blocks = t.block_scales.shape
+        return t._replace(block_scales=layouts.swizzle(t.block_scales).reshape(-1)[: n * blocks].reshape(n, blocks))
+
+    with _expert_holds(pair, layers(pair)[2], expert(pair), "w2", change) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def nibbles_exchanged(pair: Pair) -> Iterator[Place]:
     """The two codes of a byte are read in the other order."""
-    layer, number = layers(pair)[1], expert(pair)
-    name = _expert_name(layer, number, "w2")
-    stored = pair.checkpoint.weight(name)
-    wrong = stored._replace(codes=(stored.codes >> 4) | (stored.codes << 4))
-    with _changed(_experts(pair, layer).w2.data[number], lambda w: nvfp4.dequantize(wrong)):
-        yield place_of(name)
+
+    def change(t: NVFP4Tensor) -> NVFP4Tensor:
+        return t._replace(codes=(t.codes >> 4) | (t.codes << 4))
+
+    with _expert_holds(pair, layers(pair)[1], expert(pair), "w2", change) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def tie_rounded_away(pair: Pair) -> Iterator[Place]:
     """The packer rounds ties away from zero: a code that was a tie is one higher."""
-    layer, number = layers(pair)[1], expert(pair)
-    name = _expert_name(layer, number, "w2")
-    stored = pair.checkpoint.weight(name)
-    codes = stored.codes.clone()
-    row, column = (codes & 7 == 2).nonzero()[0].tolist()
-    codes[row, column] += 1
-    with _changed(_experts(pair, layer).w2.data[number], lambda w: nvfp4.dequantize(stored._replace(codes=codes))):
+
+    def change(t: NVFP4Tensor) -> NVFP4Tensor:
+        codes = t.codes.clone()
+        row, column = (codes & 7 == 2).nonzero()[0].tolist()
+        codes[row, column] += 1
+        return t._replace(codes=codes)
+
+    with _expert_holds(pair, layers(pair)[1], expert(pair), "w2", change) as place:
+        yield place
+
+
+@contextmanager
+def _projection_holds(pair: Pair, layer: int, change: Callable[[MXFP8Tensor], MXFP8Tensor]) -> Iterator[Place]:
+    """The engine's o_proj of a layer is `change` of the checkpoint's."""
+    name, held = f"model.layers.{layer}.self_attn.o_proj", engine_layer(pair, layer).self_attn.o_proj
+    wrong = change(pair.checkpoint.weight(name))
+    with ExitStack() as stack:
+        if held.tiles is None:
+            stack.enter_context(_changed(held.weight, lambda w: mxfp8.dequantize(wrong)))
+        else:
+            for part, other in zip(held.tiles[:2], pack_linear(wrong)[:2], strict=True):
+                stack.enter_context(_changed(part, lambda w, other=other: other))
         yield place_of(name)
-
-
-def _mxfp8_layer(pair: Pair, layer: int) -> tuple[str, Tensor]:
-    """Name and engine buffer of the o_proj of a layer."""
-    return f"model.layers.{layer}.self_attn.o_proj", engine_layer(pair, layer).self_attn.o_proj.weight
 
 
 @fault("weights", "weights.base")
 def mxfp8_exponent_floored(pair: Pair) -> Iterator[Place]:
     """MXFP8 exponents are rounded down, so that the largest elements saturate."""
-    name, buffer = _mxfp8_layer(pair, layers(pair)[1])
 
-    def change(w: Tensor) -> Tensor:
-        blocks = w.reshape(-1, mxfp8.BLOCK)
+    def change(t: MXFP8Tensor) -> MXFP8Tensor:
+        values = mxfp8.dequantize(t)
+        blocks = values.reshape(-1, mxfp8.BLOCK)
         exponent = torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True).clamp_min(1e-30))) - 8
-        scale = torch.exp2(exponent)
-        return ((blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).reshape(w.shape)
+        codes = (blocks / torch.exp2(exponent)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        exponents = (exponent + 127).clamp(0, 254).to(torch.uint8)
+        return MXFP8Tensor(codes.reshape(t.codes.shape), exponents.reshape(t.exponents.shape))
 
-    with _changed(buffer, change):
-        yield place_of(name)
+    with _projection_holds(pair, layers(pair)[1], change) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def mxfp8_exponent_off_by_one(pair: Pair) -> Iterator[Place]:
     """An exponent bias of 128 instead of 127: every value is doubled."""
-    name, buffer = _mxfp8_layer(pair, layers(pair)[0])
-    stored: MXFP8Tensor = pair.checkpoint.weight(name)
-    with _changed(buffer, lambda w: mxfp8.dequantize(stored._replace(exponents=stored.exponents + 1))):
-        yield place_of(name)
+    with _projection_holds(pair, layers(pair)[0], lambda t: t._replace(exponents=t.exponents + 1)) as place:
+        yield place
 
 
 @fault("weights", "weights.base")
 def base_experts_offset(pair: Pair) -> Iterator[Place]:
     """The engine loads the experts of the next expert-parallel rank."""
     layer = layers(pair)[2]
-    with _changed(_experts(pair, layer).w2, lambda w: w.roll(-1, 0)):
+    held = _experts(pair, layer).w2
+    with ExitStack() as stack:
+        for part in (held,) if isinstance(held, Tensor) else held[:3]:
+            stack.enter_context(_changed(part, lambda w: w.roll(-1, 0)))
         yield Place(layer=layer, expert=0)
 
 
@@ -166,7 +215,7 @@ def router_bias_dropped(pair: Pair) -> Iterator[Place]:
 @fault("weights", "weights.base")
 def stale_head(pair: Pair) -> Iterator[Place]:
     """A cached copy of the output head is older than the model."""
-    with _changed(pair.replicas[0].model.lm_head.weight, lambda w: w * 1.001):
+    with _changed(pair.replicas[0].model.lm_head.weight, lambda w: w * 1.01):
         yield Place(tensor="lm_head")
 
 
@@ -180,13 +229,13 @@ def uninitialized_weight(pair: Pair) -> Iterator[Place]:
 
 @fault("weights", "weights.base")
 def trainer_base_changed(pair: Pair) -> Iterator[Place]:
-    """One byte of the trainer's packed base changes."""
+    """One byte, or word of tiles, of the trainer's packed base changes."""
     layer, number = layers(pair)[2], expert(pair)
     codes = pair.trainer.module.layers[layer].mlp.w2.codes
     local = codes.to_local() if hasattr(codes, "to_local") else codes
 
     def change(w: Tensor) -> Tensor:
-        w[number, 2, 1] ^= 0x11
+        w[number].view(-1)[7] ^= 0x11
         return w
 
     with _changed(local, change):

@@ -97,8 +97,8 @@ def projected() -> None:
         rest = (norms, table, position, where)
         want = msa_ops.project_insert(x, weight, loras, ids, *rest, *caches)
         cut = None
-        if slots:  # two chunks at a time, and the last tiles in quarters
-            cut, triton_msa_project._whole = triton_msa_project.Cut(128, 4, 1, 2), lambda programs, *_: programs - 2
+        if slots:  # x by the copy engine, and the last tiles in quarters
+            cut, triton_msa_project._whole = triton_msa_project.Cut(128, 4, 1), lambda programs, _: programs - 2
         have = triton_msa_project.project_insert(x, weight, loras, ids, *rest, *views, (2, 1), cut)
         for name, a, b in zip(("q", "index q", "pages", "index pages"), (*have, *views), (*want, *caches), strict=True):
             # fp32 sums of torch have another order: a few roundings fall otherwise.

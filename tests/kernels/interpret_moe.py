@@ -14,6 +14,7 @@ from samebits.kernels.expert_tiles import pack_experts
 from samebits.kernels.linear import LoRA, lora_linear
 from samebits.kernels.linear_tiles import pack_linear
 from samebits.kernels.moe import ExpertLoRA, moe
+from samebits.kernels.triton_group import group
 from samebits.kernels.triton_moe import Cut
 from samebits.kernels.triton_moe_grad import BackCut
 from samebits.kernels.triton_tiles import INTERPRETED
@@ -66,6 +67,44 @@ def check_linear() -> None:
         compare(name, have, want, 5e-3)
 
 
+def check_large_linear() -> None:
+    """Tiles that come through a tensor descriptor: whole ones, a tail that fits a quarter, a last wave cut in quarters."""
+    g = torch.Generator().manual_seed(2)
+    n, k = 70, 160
+    packed = mxfp8.quantize(torch.randn(n, k, generator=g) * torch.linspace(0.01, 3, n)[:, None])
+    tiles = pack_linear(packed)
+    lora = LoRA(*(torch.randn(*shape, generator=g).bfloat16() for shape in ((1, R, k), (1, n, R))))
+    usual, triton_linear.cut_of = triton_linear.cut_of, lambda tokens, outputs: Cut(128, 32, 4, 3)
+    for tokens in (100, 150):
+        x = torch.randn(tokens, k, generator=g).bfloat16()
+        compare(f"linear, {tokens} tokens", triton_linear.fused_linear(x, tiles, lora, None), lora_linear(x, packed, lora), 5e-3)
+    triton_linear.cut_of = usual
+
+
+def check_widths() -> None:
+    """Experts with 70, 44, 12 and 20 pairs in tiles of 64: two tiles, and each of the three widths."""
+    moe_fused.cuts = lambda pairs, experts: (Cut(64, 32, 4, 3), Cut(64, 64, 4, 3))
+    g = torch.Generator().manual_seed(3)
+    packed = [nvfp4.quantize(torch.randn(E, *shape, generator=g) / shape[1] ** 0.5) for shape in ((2 * WIDTH, H), (H, WIDTH))]
+    ids = torch.tensor([2] * 70 + [0] * 44 + [3] * 12 + [1] * 20)[torch.randperm(146, generator=g)].view(-1, 2)
+    x, weights = torch.randn(len(ids), H, generator=g).bfloat16(), torch.rand(ids.shape, generator=g)
+    lora = adapters(g, torch.ones(E, 1, 1))
+    have = moe_fused.fused_experts(x, *(pack_experts(w) for w in packed), ids, weights, SwiGLU(), lora, None, False)
+    compare("experts of all widths", have, moe(x, *packed, ids, weights, SwiGLU(), lora), 1e-3)
+
+
+def check_signals() -> None:
+    """Without adapter ids only slot 0's shrink says that u is there, however many slots there are: any other would say it too early."""
+    g = torch.Generator().manual_seed(4)
+    w13, lora = pack_experts(nvfp4.quantize(torch.randn(E, 2 * WIDTH, H, generator=g))), adapters(g, torch.ones(E, 1, 1))
+    ids = torch.tensor([[0, 1], [3, 0]])
+    plan = group(ids, E, 16, 1 + SLOTS)
+    x = torch.randn(2, H, generator=g).bfloat16()
+    triton_moe.weight_product(x, w13, plan, Cut(16, 32, 4, 3), SwiGLU(), (lora.gate, lora.up), None)
+    if plan.counters[0].tolist() != [1, 1, 1, 0]:
+        raise SystemExit(f"signals of the tiles of three experts: {plan.counters[0].tolist()}")
+
+
 def check_experts() -> None:
     """Forward with and without adapters, and all gradients."""
     moe_fused.back_cut = lambda pairs, experts: BackCut(16, 32, 4, 3)
@@ -116,11 +155,14 @@ def check_experts() -> None:
 
 
 def main() -> None:
-    """Both."""
+    """All."""
     if not INTERPRETED:
         raise SystemExit("set TRITON_INTERPRET=1")
     triton_moe.SHRINK_PART = 64
     check_linear()
+    check_large_linear()
+    check_signals()
+    check_widths()
     check_experts()
     print("as the reference")
 

@@ -6,6 +6,8 @@ everything else: addresses, masks, labels, the choice, the order of folding. The
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from samebits.kernels import msa_ops, triton_msa, triton_msa_backward, triton_msa_tiles
@@ -43,6 +45,39 @@ def choice_and_attention() -> None:
         if form == "nvfp4":
             packed, _ = triton_msa.attend(case.q.float(), case.packed, want, case.batch, 0.1)
             close("packed", packed, out, 1e-5)
+            for split in (0, 32):  # all blocks a program; one block a program. By default it was four
+                triton_msa.SPLIT, default = split, triton_msa.SPLIT
+                again, lse = triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1, lse=True)
+                triton_msa.SPLIT = default
+                check(f"split {split}", torch.equal(again.view(torch.int32), have.view(torch.int32)))
+            exact = reference_lse(case, want, 0.1)
+            close("log of the sum", lse, exact, 1e-5)
+
+
+def reference_lse(case, chosen: torch.Tensor, scale: float) -> torch.Tensor:
+    """log2 of the softmax's sum [T, H] of one KV group."""
+    rows = []
+    for t, start in enumerate(case.packed.start.tolist()):
+        keys = torch.cat([torch.arange(128) + 128 * b for b in chosen[t, 0].tolist() if b >= 0])
+        k = case.packed.keys[start + keys[keys <= case.batch.position[t]], 0].double()
+        rows.append((case.q[t].double() @ k.T * scale).logsumexp(-1) / math.log(2))
+    return torch.stack(rows)
+
+
+def rounded_reads() -> None:
+    """NVFP4 pages read as E4M3: scales that saturate, and NaN scales, which count as 0."""
+    case = make([1, 1], [129, 700], "nvfp4", groups=1, heads=2)
+    g = torch.Generator().manual_seed(1)
+    for data in (case.cache.data, case.index.data):
+        scales = data.view(*data.shape[:-2], -1)[..., 8192:]
+        scales[torch.rand(scales.shape, generator=g) < 0.02] = 0x7E
+        scales[torch.rand(scales.shape, generator=g) < 0.02] = 0x7F
+    config = SparseConfig(topk=4)
+    want = msa_ops.index_topk(case.index_q, case.index, case.batch, config, rounded=True)
+    have = triton_msa.index_topk(case.index_q, case.index, case.batch, config, None, rounded=True)
+    check("choice from rounded keys", torch.equal(have, want) and bool((want[1] >= 0).all()))
+    out = msa_ops.sparse_attention(case.q.float(), case.cache, want, case.batch, 0.1, rounded=True)
+    close("attention to rounded keys", triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1, rounded=True)[0], out, 1e-5)
 
 
 def parts_of_a_long_batch() -> None:
@@ -97,6 +132,7 @@ def main() -> None:
     if not triton_msa_tiles.INTERPRETED.value:
         raise SystemExit("set TRITON_INTERPRET=1")
     choice_and_attention()
+    rounded_reads()
     parts_of_a_long_batch()
     inserted_bytes()
     gradients_of_packed_keys()

@@ -44,6 +44,16 @@ def test_a_request_equals_the_padded_reference():
     assert torch.equal(out, msa.attend(case.q.float()[None], k, v, position, 0.1, chosen[None])[0])
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_dense_attention_over_pages_and_packed_keys_is_the_padded_reference(form):
+    case = make([1, 3, 2], [129, 300, 127], form, groups=2, heads=4)
+    out = msa_ops.dense_attention(case.q.float(), case.cache, case.batch, 0.1)
+    assert torch.equal(out, msa_ops.dense_attention(case.q.float(), case.packed, case.batch, 0.1))
+    keys, values = (x[129:429].float()[None] for x in (case.packed.keys, case.packed.values))
+    position = torch.tensor([[297, 298, 299]])
+    assert torch.equal(out[1:4], msa.attend(case.q[None, 1:4].float(), keys, values, position, 0.1)[0])
+
+
 def test_padding_chooses_nothing_and_gives_zeros():
     case = make([2, 1], [300, 200], "nvfp4", groups=2, heads=4)
     batch = case.batch._replace(position=torch.tensor([298, -1, -1], dtype=torch.int32))
@@ -237,6 +247,18 @@ def test_index_pages_are_k_slots():
     assert torch.equal(kv.read_index_pages(index, slots, 128), kv.round_trip(k))
     with pytest.raises(ValueError, match="index pages must be"):
         kv.read_index_pages(main, slots, 128)
+
+
+def test_dense_attention_of_padding_and_its_gradients():
+    case = make([70, 20], [70, 20], "bf16", groups=2, heads=4)
+    batch = case.batch._replace(position=case.batch.position.index_fill(0, torch.tensor([69]), -1))
+    q, k, v = (t.float().requires_grad_() for t in (case.q, case.packed.keys, case.packed.values))
+    out = msa_ops.dense_attention(q, case.packed._replace(keys=k, values=v), batch, 0.1)
+    assert not out[69].any() and out[68].any()
+    out.square().sum().backward()
+    seen = torch.arange(90) != 69
+    assert all(torch.equal(t.grad.flatten(1).any(1), seen) for t in (k, v))
+    assert q.grad[1:69].flatten(1).any(1).all() and not q.grad[69].any()
 
 
 def test_wrong_pages_are_refused():

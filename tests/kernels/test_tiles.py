@@ -46,12 +46,16 @@ def test_every_scale_comes_back_and_every_bit_is_where_the_docstring_says():
     codes[0, 200, element // 2] = 0b1110 << 4  # odd: the high nibble; sign, magnitude 6
     tiles = pack_experts(NVFP4Tensor(codes, scales, torch.ones(1)))
     assert equal(unpack_experts(tiles), (codes, scales, torch.ones(1)))
-    word = tiles.codes[0, 1, 200, 9].item() & 0xFFFFFFFF
-    assert word == (1 << 12 | 6 << 3) << 16  # plane 5: second of the high half
+    # Plane 5 is in the second word, turned by 6; an odd input's sign is 31 and its magnitude 24..22 before the turn.
+    assert tiles.codes[0, 1, 200, 9].item() & 0xFFFFFFFF == 1 << 5 | 6 << 28
     assert tiles.codes.count_nonzero() == 1
+    codes.zero_()
+    codes[0, 3, (7 * 16 + 4) // 2] = 0b1111  # plane 7 is in the mixed word, turned by 8: bits 23, and 16..14
+    assert pack_experts(NVFP4Tensor(codes, scales, torch.ones(1))).codes[0, 0, 3, 4:6].tolist() == [1 << 23 | 3 << 14, 1 << 16]
     # 1.0 is exponent 10 of E5M3; 2^-9, the smallest E4M3, is exponent 1; 448 = 1.75 * 2^8 is exponent 18, fraction 6.
-    byte = tiles.scales.view(torch.uint8).view(1, 2, 254, 8)[0, 0, :, 3]
-    assert (byte[0x38], byte[1], byte[0x7E], byte[0]) == (10 * 8, 8, 18 * 8 + 6, 0)
+    for row, want in ((0x38, 10 * 8), (1, 8), (0x7E, 18 * 8 + 6), (0, 0)):
+        four = tiles.scales[0, 0, row].item() & 0xFFFFFFFF  # the byte 3 of four, turned left by 4: its upper half comes in at the bottom
+        assert (four >> 28 | (four & 15) << 4, four >> 4 & 0xFF) == (want, 10 * 8)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +86,14 @@ def test_a_matrix_comes_back(n, k):
 def test_bytes_of_a_matrix_are_where_the_docstring_says():
     codes, exponents = torch.zeros(5, 256, dtype=torch.uint8), torch.full((5, 8), 127, dtype=torch.uint8)
     codes[3, 128 + 6 * 16 + 11] = 0x9C
+    codes[4, 1 * 16 + 2] = 0x9D
     exponents[2, 4 + 3] = 99
     tiles = pack_linear(MXFP8Tensor(codes, exponents))
-    assert tiles.codes[1, 3, 11].view(1).view(torch.uint8).tolist() == [0, 0, 0, 0, 0, 0, 0x9C, 0] and tiles.codes.count_nonzero() == 1
-    assert tiles.scales[1, 2].view(1).view(torch.uint8).tolist() == [127, 127, 127, 99]
+    # Plane 6: in place, in the high half of the second word. Plane 1: the other bits of the low half of the first.
+    assert tiles.codes[1, 3, 11].item() & (1 << 64) - 1 == (1 << 31 | 0x1C << 20) << 32
+    assert tiles.codes[0, 4, 2].item() == 1 << 19 | (0x1D >> 3) << 11 | 0x1D & 7 and tiles.codes.count_nonzero() == 2
+    four = tiles.scales[1, 2].item() & 0xFFFFFFFF
+    assert (four >> 7 | four << 25) & 0xFFFFFFFF == sum((b + 88) << 8 * j for j, b in enumerate((127, 127, 127, 99)))
 
 
 @pytest.mark.parametrize(

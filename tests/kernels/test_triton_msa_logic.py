@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from samebits.quant import nvfp4
+from samebits.quant import kv, nvfp4
 from samebits.quant.blocks import e4m3_values
 from tests.support.interpreter import interpreted
 
@@ -29,7 +29,9 @@ def run_ptx(text: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarra
     registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
 
     def value(name: str):
-        return registers[name] if name in registers else np.uint32(int(name, 0))
+        if name in registers:
+            return registers[name]
+        return np.uint32(int(name[2:], 16) if name.startswith("0f") else int(name, 0))
 
     for line in text.splitlines():
         line = line.strip().rstrip(";")
@@ -42,6 +44,17 @@ def run_ptx(text: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarra
             result = args[0]
         elif name == "shr.u32":
             result = args[0] >> args[1]
+        elif name == "shl.b32":
+            result = args[0] << args[1]
+        elif name == "add.u32":
+            result = args[0] + args[1]
+        elif name == "mul.rn.f32":
+            result = (args[0].view(np.float32) * args[1].view(np.float32)).view(np.uint32)
+        elif name == "cvt.rn.satfinite.e4m3x2.f32":
+            high, low = (kv.round_e4m3(torch.from_numpy(x.view(np.float32).copy())).to(torch.float8_e4m3fn).view(torch.uint8) for x in args)
+            result = low.numpy().astype(np.uint32) | high.numpy().astype(np.uint32) << np.uint32(8)
+        elif name == "cvt.u32.u16":
+            result = args[0] & np.uint32(0xFFFF)
         elif name == "and.b32":
             result = args[0] & args[1]
         elif name == "or.b32":
@@ -52,8 +65,8 @@ def run_ptx(text: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarra
             both = args[0].astype(np.uint64) | np.asarray(args[1]).astype(np.uint64) << np.uint64(32)
             result = np.zeros_like(args[0])
             for i in range(4):
-                byte = both >> np.uint64(8 * (int(args[2]) >> 4 * i & 7)) & np.uint64(0xFF)
-                result |= byte.astype(np.uint32) << np.uint32(8 * i)
+                byte = both >> (np.asarray(args[2]).astype(np.uint64) >> np.uint64(4 * i) & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
+                result = result | byte.astype(np.uint32) << np.uint32(8 * i)
         elif name == "mul.rn.bf16x2":
             a, b = np.broadcast_arrays(args[0], args[1])
             result = bf16_product(a, b)
@@ -95,6 +108,29 @@ def test_every_code_under_every_scale(tiles):
             code = torch.from_numpy((word >> np.uint32(4 * i + 16 * side) & 15).astype(np.uint8))
             want = nvfp4.decode_e2m1(code) * values * 2.0**-7
             assert torch.equal(have.view(torch.int32), want.view(torch.int32)), (i, side)
+
+
+def test_scale_bytes_of_two_words(tiles):
+    """Every scale byte at every place of each of two words, beside any others, as `block_scales` prepares it; NaN and signs too."""
+    byte, place = (a.ravel().astype(np.uint32) for a in np.meshgrid(np.arange(256), np.arange(4), indexing="ij"))
+    rest = np.random.default_rng(0).integers(0, 2**32, byte.size, dtype=np.uint32)
+    words = rest & ~(np.uint32(0xFF) << np.uint32(8) * place) | byte << np.uint32(8) * place
+    other = np.random.default_rng(1).permutation(byte.size)
+    (have,) = run_ptx(tiles._BYTE_SCALE_ASM.value, 1, [words, words[other], place, place[other]])
+    raw = (byte & 0x7F) << 4
+    (want,) = run_ptx(tiles._SCALE_ASM.value, 1, [raw | raw[other] << 16])
+    assert np.array_equal(have, want)
+
+
+def test_every_value_that_nvfp4_holds_is_rounded_as_the_reference_rounds(tiles):
+    """Codes times scales, times 2^-7, in bf16: to E4M3 and back, saturating at 448."""
+    scale = e4m3_values(torch.arange(0x7F, dtype=torch.uint8))
+    values = (nvfp4.decode_e2m1(torch.arange(16, dtype=torch.uint8))[:, None] * scale).flatten()
+    bits = (values / 128).bfloat16().view(torch.int16).numpy().astype(np.int64).astype(np.uint32) & 0xFFFF
+    (have,) = run_ptx(tiles._ROUND_ASM.value, 1, [bits | np.roll(bits, 5) << 16])
+    want = kv.round_e4m3(values) / 128
+    assert torch.equal(halves(have)[0].view(torch.int32), want.view(torch.int32))
+    assert torch.equal(halves(have)[1].view(torch.int32), want.roll(5).view(torch.int32))
 
 
 def test_every_e4m3_byte(tiles):

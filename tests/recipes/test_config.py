@@ -38,9 +38,16 @@ def test_overrides_reach_both_kinds_of_keys():
     assert {r.split(".")[0] for r in validate(recipe, verl).roles} == {"expert"}
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_what_is_computed_again_reaches_the_trainer(experts):
+    _, verl = load_recipe(TINY, ["device=cpu", f"recompute.experts={str(experts).lower()}"])
+    assert verl.actor_rollout_ref.model.override_config.samebits_recompute_experts is experts
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("recompute.experts=perhaps", "recompute.experts: Value 'perhaps'"),
         ("nonsense=1", "unknown key nonsense"),
         ("trainer.nonsense=1", "unknown key trainer.nonsense"),
         ("lora.nonsense=1", "unknown key lora.nonsense"),

@@ -69,7 +69,8 @@ class Engine:
         self.profile = get_profile(PROFILE, kv_cache).hash
         core = llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.model = core.model_executor.driver_worker.worker.model_runner.get_model()
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.model = self.runner.get_model()
 
     def rpc(self, name: str, *args):
         return self.llm.collective_rpc(name, args=args)[0]

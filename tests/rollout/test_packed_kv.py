@@ -7,7 +7,7 @@ import torch
 
 from samebits.alignment_checks.reference_m3 import ReferenceM3
 from samebits.quant import kv
-from samebits.rollout.attention import PagedCache
+from samebits.rollout.paged import PagedCache
 
 from .conftest import prompt, same_bits
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from samebits.rollout import attention
-from samebits.rollout.attention import PAGE, PagedCache, StepPlan, plan
+from samebits.rollout import paged as attention
+from samebits.rollout.paged import PAGE, PagedCache, StepPlan, plan
 
 
 def step(queries: list[int], lengths: list[int], pages: int = 64):

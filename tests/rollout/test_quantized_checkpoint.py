@@ -69,7 +69,8 @@ def trainer_values(model: M3ForTraining) -> dict[str, torch.Tensor]:
         out |= {f"{p}self_attn.{n}_proj": values(b.value()) for n, b in layer.attention.proj.items()}
         out |= {f"{p}self_attn.{n}_norm": values(b.value()) for n, b in layer.attention.norm.items()}
         mlp, where = (layer.mlp.shared, f"{p}block_sparse_moe.shared_experts.") if layer.is_moe else (layer.mlp, f"{p}mlp.")
-        out |= {f"{where}{n}_proj": values(b.value()) for n, b in mlp.proj.items()}
+        gate, up = values(mlp.gate_up.value()).chunk(2)
+        out |= {f"{where}gate_proj": gate, f"{where}up_proj": up, f"{where}down_proj": values(mlp.down.value())}
         if layer.is_moe:
             moe = f"{p}block_sparse_moe."
             out |= {f"{moe}gate": values(layer.mlp.gate.value()), f"{moe}e_score_correction_bias": values(layer.mlp.bias.value())}

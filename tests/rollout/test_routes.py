@@ -93,9 +93,20 @@ def test_preemption(engine):
 
 
 def test_a_silent_layer_fails_the_step(engine, monkeypatch):
-    from samebits.rollout.routes import Capturer
+    layer = engine.model.get_submodule("model.layers.2.block_sparse_moe")
+    connector = engine.runner._routes
+    seen = []
+    complete = connector._capturer.require_complete
 
-    capturer = object.__new__(Capturer)
-    capturer._ours, capturer._moe_layers, capturer._written = True, [1, 2], {1: 4}
-    with pytest.raises(RuntimeError, match=r"no routes of 4 tokens from layers \[2\]"):
-        capturer.snapshot_routing_data(4)
+    def require_complete(step):
+        seen.append(step.copy())
+        complete(step)
+
+    monkeypatch.setattr(connector._capturer, "require_complete", require_complete)
+    engine.run([prompt(4)])
+    (step,) = seen
+    assert (step[:, 1:] >= 0).all() and (connector._capturer.device_buffer == -1).all()
+    monkeypatch.setattr(layer, "capture_fn", None)
+    step[1:3, 2] = -1
+    with pytest.raises(RuntimeError, match=r"no routes of some of 4 tokens from layers \[2\]"):
+        complete(step)

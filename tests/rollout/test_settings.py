@@ -23,6 +23,7 @@ def config(**changes):
         "decode_context_parallel_size": 1,
         "speculative_config": None,
         "cache_dtype": "auto",
+        "indexer_kv_dtype": "auto",
         "max_loras": 2,
         "block_size": PAGE,
     } | changes
@@ -33,6 +34,7 @@ def config(**changes):
         parallel_config=SimpleNamespace(**{k: v for k, v in values.items() if k.endswith("_parallel_size")}),
         speculative_config=values["speculative_config"],
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"], user_specified_block_size=True),
+        attention_config=SimpleNamespace(indexer_kv_dtype=values["indexer_kv_dtype"]),
         lora_config=SimpleNamespace(max_loras=values["max_loras"]),
     )
 
@@ -61,7 +63,13 @@ def test_a_fitting_engine_gets_its_settings():
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype must be auto or nvfp4, not 'fp8'"),
+        (
+            {"cache_dtype": "nvfp4", "samebits": {"profile": "w4a16-fp32", "kv_cache": "float32"}},
+            "kv_cache_dtype is 'nvfp4', additional_config.samebits.kv_cache is 'float32'",
+        ),
+        ({"indexer_kv_dtype": "nvfp4"}, "indexer_kv_dtype is 'nvfp4'"),
+        ({"cache_dtype": "nvfp4", "indexer_kv_dtype": "fp8"}, "indexer_kv_dtype is 'fp8'.*(nvfp4)"),
         ({"max_loras": 3}, "max_loras is 3"),
         ({"block_size": 64}, "block_size must be 128"),
     ],
@@ -70,6 +78,13 @@ def test_refusals(changes, message):
     with pytest.raises(EngineRefused, match=message) as error:
         ConfigHook.verify_and_update_config(config(**changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("said", [None, "auto", "nvfp4"])
+def test_the_kv_format_may_come_by_vllms_own_option(said):
+    c = config(cache_dtype="nvfp4", samebits={"profile": "w4a16-fp32"} | ({"kv_cache": said} if said else {}))
+    ConfigHook.verify_and_update_config(c)
+    assert c.cache_config.cache_dtype == "auto" and check(c).packed_kv
 
 
 def test_the_page_size_is_chosen_where_the_user_did_not():

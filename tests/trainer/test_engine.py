@@ -241,6 +241,14 @@ def test_device_hooks_that_verl_calls(m3):
     assert not torch.equal(base.values(), own.values())
 
 
+@pytest.mark.parametrize(("layers", "experts"), [(False, False), (True, False), (False, True)])
+def test_what_is_computed_again_in_backward_is_configured(m3, layers, experts):
+    override = {"samebits_profile": "w4a16-fp32"} | ({"samebits_recompute_experts": True} if experts else {})
+    module = engine(m3, model={"enable_gradient_checkpointing": layers, "override_config": override}).module
+    assert all(layer.checkpointing is layers and layer.mlp.recompute is experts for layer in module.layers)
+    assert all(layer.mlp.shared.recompute is experts for layer in module.layers if layer.is_moe)
+
+
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
@@ -249,6 +257,8 @@ def test_device_hooks_that_verl_calls(m3):
         ({"use_fused_kernels": True}, {}, "use_fused_kernels"),
         ({"target_modules": "all-linear"}, {}, "unknown LoRA target 'all-linear'"),
         ({"override_config": {"samebits_profile": "w5a5"}}, {}, "unknown numerics profile 'w5a5'"),
+        ({"override_config": {"samebits_recompute": True}}, {}, "unknown override_config samebits_recompute; known: samebits_profile"),
+        ({"override_config": {"samebits_recompute_experts": "yes"}}, {}, "samebits_recompute_experts must be true or false, not 'yes'"),
         ({}, {"pad_to_length": True}, "pad_to_length"),
     ],
 )

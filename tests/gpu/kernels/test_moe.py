@@ -88,7 +88,7 @@ def test_tiles_give_the_bytes_back(m3):
         assert all(torch.equal(a, b) for a, b in zip(unpack_experts(tiles), packed, strict=True))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 64, 300, 8192])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 64, 100, 1024, 8192])
 def test_width_of_m3_against_fp64(m3, tokens):
     w13, w2, tiles13, tiles2, lora = m3
     x, ids, weights = batch(tokens, 6144, 6)
@@ -128,11 +128,13 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch_and_tile(m3, monkeypat
             return moe(x[part], tiles13, tiles2, ids[part], weights[part], ACT, adapters, None if which is None else which[part])
 
         whole = run(slice(None))
-        for tile, rows, warps, stages in ((16, 32, 4, 4), (16, 64, 4, 4), (64, 64, 8, 3), (128, 128, 8, 3)):
+        for tile, rows, warps, stages in ((16, 32, 4, 4), (16, 64, 4, 5), (64, 64, 8, 4), (128, 64, 4, 2), (128, 128, 8, 3)):
             pair = (Cut(tile, rows, warps, stages), Cut(tile, min(128, 2 * rows), warps, stages))
             with monkeypatch.context() as m:
                 m.setattr(moe_fused, "cuts", lambda pairs, experts, pair=pair: pair)
-                assert torch.equal(run(slice(None)), whole), (tile, rows)
+                # About 200, 40 and 13 pairs an expert: all widths of the larger tiles.
+                for part in (slice(None), slice(100, 160), slice(10, 30)):
+                    assert torch.equal(run(part), whole[part]), (tile, rows, part)
         assert torch.equal(run(order), whole[order])
         for part in (slice(0, 1), slice(7, 8), slice(10, 30), slice(100, 300)):
             assert torch.equal(run(part), whole[part]), part

@@ -173,6 +173,30 @@ def test_other_pages_have_the_bits_of_packed_keys_too(form):
     assert same(msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE), want)
 
 
+def test_rounded_reads_have_the_bits_of_the_rounded_values(kernels):
+    """NVFP4 pages read as E4M3 against packed bf16 of what the reference reads so, with scales that saturate: scores and attention."""
+    total = [2500, 129, 700]
+    case = make(total, total, "nvfp4", device="cuda", seed=11)
+    for data in (case.cache.data, case.index.data):
+        scales = data.view(*data.shape[:-2], -1)[..., 8192:]
+        scales[torch.rand(scales.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.01] = 0x7E
+    spans = [(r, n) for r, n in enumerate(total)]
+    read = [msa_ops._keys_values(case.cache, r, n, 4, 128, rounded=True) for r, n in spans]
+    packed = case.packed._replace(keys=torch.cat([k for k, _ in read]).bfloat16(), values=torch.cat([v for _, v in read]).bfloat16())
+    index = torch.cat([msa_ops._index_keys(case.index, r, n, 128, rounded=True) for r, n in spans]).bfloat16()
+    assert not torch.equal(packed.keys, torch.cat([msa_ops._keys_values(case.cache, r, n, 4, 128)[0] for r, n in spans]).bfloat16())
+    valid = torch.arange(case.index.table.shape[1], device="cuda") <= (case.batch.position // 128)[:, None]
+    scores = [
+        kernels.index_scores(case.index_q, keys, case.batch, rounded=True)[..., : max(total) // 128 + 1]
+        for keys in (case.index, case.packed_index._replace(keys=index))
+    ]
+    seen = valid[:, None, : scores[0].shape[-1]]
+    assert same(*(s.masked_fill(~seen, 0.0) for s in scores))
+    chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG, rounded=True)
+    have = msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE, rounded=True)
+    assert same(have, msa_ops.sparse_attention(case.q, packed, chosen, case.batch, SCALE)) and have.isfinite().all()
+
+
 def test_scores_do_not_depend_on_the_number_of_programs(kernels):
     case = make([1, 8], [9000, 4000], "nvfp4", device="cuda", seed=6)
     own = case.batch.position // 128

@@ -1,0 +1,109 @@
+"""The dense MLP, and the shared expert beside the routed ones: what trainer and engine call for either.
+
+    mlp               down(swiglu(gate x, up x)), gate and up stacked in one matrix, each of the three with its own adapter
+    moe_with_shared   `moe` plus the `mlp` of the shared expert: bf16(routed) + bf16(shared)
+
+On the Triton kernels (MXFP8 tiles, x in bf16 on CUDA) gate, up and SwiGLU are one launch, and a small batch's shared expert runs on a
+second CUDA stream while the first sorts and multiplies for the routed ones; the work forks and joins inside the operation, forward and
+backward, so that a CUDA graph holds it too. An output row's bits depend neither on what it is stacked with nor on what runs beside it.
+Anywhere else `lora_linear` and `swiglu_oai_halves` do the same one after the other.
+
+`point` is the prefix of the taps that these operations offer to a recorder (see `taps`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samebits.quant.blocks import fast_path
+
+from .activation import SwiGLU, swiglu_oai_halves
+from .expert_tiles import NVFP4Tiles
+from .linear import FrozenWeight, LoRA, lora_linear, split
+from .linear_tiles import MXFP8Tiles, unpack_linear
+from .moe import ExpertLoRA, moe
+from .taps import tap
+
+
+class MLPLoRA(NamedTuple):
+    """Adapter slots of one MLP, a and b as [slots, r, K] and [slots, N, r]; None where not adapted."""
+
+    gate: LoRA | None
+    up: LoRA | None
+    down: LoRA | None
+
+
+class SharedExpert(NamedTuple):
+    """An MLP with its adapters, as `moe_with_shared` takes it."""
+
+    gate_up: FrozenWeight | MXFP8Tiles  # [2I, H], gate rows first
+    down: FrozenWeight | MXFP8Tiles  # [H, I]
+    lora: MLPLoRA | None = None
+
+
+def _fused(x: Tensor, *weights: FrozenWeight | MXFP8Tiles) -> bool:
+    return all(isinstance(w, MXFP8Tiles) for w in weights) and x.dtype is torch.bfloat16 and fast_path(x) and len(x) > 0
+
+
+def mlp(
+    x: Tensor,
+    gate_up: FrozenWeight | MXFP8Tiles,
+    down: FrozenWeight | MXFP8Tiles,
+    activation: SwiGLU,
+    lora: MLPLoRA | None = None,
+    adapter_ids: Tensor | None = None,
+    recompute: bool = False,
+    point: str = "",
+) -> Tensor:
+    """A SwiGLU network: x [T, H] to [T, H] in x's dtype.
+
+    Args:
+        gate_up: [2I, H], gate rows first. down: [H, I].
+        lora: adapter slots, or None. adapter_ids: int [T] slot of each token (-1: base), None: slot 0 for all.
+        recompute: keep less for the backward and compute gate and up again there (Triton kernels only).
+        point: prefix of the taps `activation` and `down_proj`.
+    """
+    if _fused(x, gate_up, down):
+        from .mlp_fused import fused_mlp
+
+        return fused_mlp(x, gate_up, down, activation, lora, adapter_ids, recompute, point)
+    if isinstance(gate_up, MXFP8Tiles):
+        gate_up = unpack_linear(gate_up)
+    gate, up, out = lora or (None, None, None)
+    halves = [lora_linear(x, w, pair, adapter_ids) for w, pair in zip(split(gate_up, 2), (gate, up), strict=True)]
+    act = swiglu_oai_halves(*halves, activation).to(x.dtype)
+    tap(f"{point}activation", act)
+    y = lora_linear(act, down, out, adapter_ids)
+    tap(f"{point}down_proj", y)
+    return y
+
+
+def moe_with_shared(
+    x: Tensor,
+    w13: FrozenWeight | NVFP4Tiles,
+    w2: FrozenWeight | NVFP4Tiles,
+    ids: Tensor,
+    weights: Tensor,
+    shared: SharedExpert,
+    activation: SwiGLU,
+    lora: ExpertLoRA | None = None,
+    adapter_ids: Tensor | None = None,
+    recompute: bool = False,
+    point: str = "",
+) -> Tensor:
+    """Routed experts plus the shared one: [T, H] in x's dtype.
+
+    Arguments are those of `moe`; `recompute` holds for the shared expert too, `adapter_ids` choose in the slots of both.
+    `point`: prefix of the taps `experts` and `shared_experts.{activation, down_proj}`.
+    """
+    if isinstance(w13, NVFP4Tiles) and _fused(x, shared.gate_up, shared.down):
+        from .mlp_fused import fused_moe_with_shared
+
+        return fused_moe_with_shared(x, w13, w2, ids, weights, shared, activation, lora, adapter_ids, recompute, point)
+    routed = moe(x, w13, w2, ids, weights, activation, lora, adapter_ids, recompute)
+    tap(f"{point}experts", routed)
+    beside = mlp(x, shared.gate_up, shared.down, activation, shared.lora, adapter_ids, recompute, f"{point}shared_experts.")
+    return routed + beside

@@ -1,0 +1,36 @@
+"""The head on a GPU: chunks that change no bit, forward and backward, and fp64."""
+
+import pytest
+import torch
+
+from samebits.trainer.head import TILE, token_logprobs
+from tests.support.row_checks import close, same
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+ROWS, HIDDEN, VOCABULARY = 300, 512, 9000
+
+
+def test_chunks_change_no_bit():
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, device="cuda", generator=g).bfloat16()
+    weight = (torch.randn(VOCABULARY, HIDDEN, device="cuda", generator=g) / 8).bfloat16()
+    labels = torch.randint(VOCABULARY, (ROWS,), device="cuda", generator=g)
+    temperature = torch.linspace(0.6, 1.4, ROWS, device="cuda")
+    results = []
+    for elements in (None, VOCABULARY * (TILE + 70), VOCABULARY * 7):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(leaf, weight, labels, temperature, True, elements)
+        (logprobs * labels.sin() + entropy * 0.3).sum().backward()
+        results.append((logprobs, entropy, leaf.grad))
+    for part in results[1:]:
+        for name, have, want in zip(("log-probability", "entropy", "gradient"), part, results[0], strict=True):
+            same(name, have, want)
+    leaf = hidden.double().requires_grad_()
+    table = (leaf @ weight.double().T / temperature.double()[:, None]).log_softmax(-1)
+    want, want_entropy = table.gather(-1, labels[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    (want * labels.double().sin() + want_entropy * 0.3).sum().backward()
+    logprobs, entropy, grad = results[0]
+    close("log-probability", logprobs, want, 1e-6)
+    close("entropy", entropy, want_entropy, 1e-5)
+    close("gradient", grad, leaf.grad, 3e-3)
