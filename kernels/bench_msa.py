@@ -2,9 +2,9 @@
 
 Decode at MiniMax-M3's shapes (64 query, 4 KV and 4 index heads of 128, 16 blocks of 128 keys), one query token a request, shuffled pages.
 Each line is CUDA-graph replay: the graph holds several calls on different queries and block choices over pages larger than the L2
-cache, and the median replay is divided by their number. Prefill, training and gradients of 32768 tokens (CUDA events) and `kv_insert`
-follow. The copy that gives the bandwidth runs first, in the same process; a floor is the bytes that must be moved (keys of the context; K
-and V of chosen blocks) over that bandwidth, which counts bytes read and written.
+cache, and the median replay is divided by their number. Prefill, training and gradients of 32768 tokens (CUDA events) and the lines of
+`bench_heads` follow. The copy that gives the bandwidth runs first, in the same process; a floor is the bytes that must be moved (keys of
+the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
 Peers where they can be imported: FlashInfer's `msa_ops` (fp8 and bf16 pages) and vLLM's own MiniMax-M3 kernels (bf16 pages); otherwise
 their absence is recorded. Before a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests.
@@ -29,8 +29,7 @@ from samebits.quant import kv
 
 from . import msa_ops
 from .msa import SparseConfig
-from .msa_ops import BLOCK, DIM, Batch, Norms, Packed, Pages, batch_of
-from .rope import rope_table
+from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
 
 HEADS, GROUPS, TOPK = 64, 4, 16
 SHAPES = ((1, 131072), (8, 131072), (32, 8192), (32, 32768), (32, 131072))
@@ -84,7 +83,9 @@ def run(
             del case
         save(result)
     torch.cuda.empty_cache()
-    for line in (*training(32768), *insertion((512, 4096), copy)):
+    from .bench_heads import head_lines
+
+    for line in (*training(32768), *head_lines(copy, result["peers"])):
         result["results"].append(line)
     result["right"] = all(result["equal"].values())
     save(result)
@@ -126,26 +127,6 @@ def training(tokens: int, repeat: int = 5) -> list[dict[str, Any]]:
         {"tokens": tokens, "format": form, "name": name, "us": formats.time_cuda(call, repeat) * 1e6}
         for name, (form, call) in calls.items()
     ]
-
-
-def insertion(counts: tuple[int, ...], copy: float, repeat: int = 20) -> list[dict[str, Any]]:
-    """`kv_insert` into NVFP4 pages; the floor is its input, its queries and 72 bytes a row."""
-    g = torch.Generator("cuda").manual_seed(0)
-    table = rope_table(8192, 64, 5e6, "cuda")
-    norms = Norms(*(torch.zeros(DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4)), 1e-6)
-    lines = []
-    for tokens in counts:
-        split = (HEADS, GROUPS, GROUPS, GROUPS, 1)
-        rows = [torch.randn(tokens, sum(split), DIM, generator=g, device="cuda").bfloat16().split(split, dim=1) for _ in range(8)]
-        pages = torch.zeros(kv.page_shape(tokens // BLOCK, GROUPS, DIM), dtype=torch.uint8, device="cuda")
-        index = torch.zeros(kv.index_page_shape(tokens // BLOCK, DIM), dtype=torch.uint8, device="cuda")
-        slots = torch.randperm(tokens, generator=g, device="cuda")
-        place = (norms, table, slots.int(), slots, pages, index)
-        calls = [lambda r=r, place=place: msa_ops.kv_insert(*r[:4], r[4][:, 0], *place) for r in rows]
-        moved = tokens * (sum(split) * DIM * 2 + (HEADS + GROUPS) * DIM * 2 + (2 * GROUPS + 1) * BYTES["nvfp4"])
-        line = {"tokens": tokens, "format": "nvfp4", "name": "insert", "us": replay(calls, repeat), "floor_us": moved / copy * 1e6}
-        lines.append(line | {"of_floor": line["floor_us"] / line["us"]})
-    return lines
 
 
 class Case:

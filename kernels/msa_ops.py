@@ -172,7 +172,10 @@ def kv_insert(
         cache, index_cache: pages (see the module), each of a format of its own.
     Returns:
         (q [T, H, D], index_q [T, G, D] or None) in bf16, normed and rotated.
+    Raises `ValueError` when there are index heads without index pages or the other way round.
     """
+    if len({x is None for x in (index_q, index_k, norms.index_q, norms.index_k, index_cache)}) > 1:
+        raise ValueError("an indexer needs index_q, index_k, their norms and index pages; a layer without one has none of them")
     if _rows_take(q, table) and q.shape[-1] == DIM:
         from . import triton_msa
 

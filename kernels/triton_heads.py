@@ -124,49 +124,40 @@ def _nvfp4(x, R: tl.constexpr):
 
 
 @triton.jit
-def _side_by_side(a, b, c, d):
-    """[R, 4 W] of four [R, W]."""
-    x = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(tl.permute(x, (0, 2, 3, 1)), [a.shape[0], a.shape[1] * 4])
-
-
-@triton.jit
-def _pair_bytes(codes, R: tl.constexpr):
-    """Bytes [R, 16] of codes [R, 2, 16]."""
+def _store_nvfp4(x, Q: tl.constexpr, base, mask, place, value, R: tl.constexpr):
+    """Quarter Q of rows [R, 32] into their planes at `base` [R]; `place` [R]: token in the page; `value`: V, not K."""
+    codes, scale = _nvfp4(x, R)
     low, high = tl.split(tl.reshape(codes, [R, 16, 2]))
-    return (low | (high << 4)).to(tl.uint8)
+    at = base[:, None] + (place[:, None] * 64 + Q * 16 + tl.arange(0, 16)[None, :])
+    tl.store(at, (low | (high << 4)).to(tl.uint8), mask=mask[:, None])
+    group, place = tl.arange(0, 2)[None, :] + Q * 2, place[:, None]
+    at = tl.where(value, place // 4 * 32 + group * 4 + place % 4, place * 8 + group)
+    tl.store(base[:, None] + (PAGE * 64 + at), scale.to(tl.uint8), mask=mask[:, None])
 
 
 @triton.jit
-def _store_nvfp4(a, b, c, d, base, mask, place, value, R: tl.constexpr):
-    """Rows into their planes at `base` [R]; `place` [R]: token in the page; `value`: V, not K."""
-    a, scale_a = _nvfp4(a, R)
-    b, scale_b = _nvfp4(b, R)
-    c, scale_c = _nvfp4(c, R)
-    d, scale_d = _nvfp4(d, R)
-    codes = _side_by_side(_pair_bytes(a, R), _pair_bytes(b, R), _pair_bytes(c, R), _pair_bytes(d, R))
-    scales = _side_by_side(scale_a.to(tl.uint8), scale_b.to(tl.uint8), scale_c.to(tl.uint8), scale_d.to(tl.uint8))
-    base, mask, place = base[:, None], mask[:, None], place[:, None]
-    tl.store(base + (place * 64 + tl.arange(0, 64)[None, :]), codes, mask=mask)
-    group = tl.arange(0, 8)[None, :]
-    at = tl.where(value, place // 4 * 32 + group * 4 + place % 4, place * 8 + group)
-    tl.store(base + (PAGE * 64 + at), scales, mask=mask)
+def _e4m3_bits_saturated(x):
+    """E4M3 bits (int32) of the magnitudes of fp32 values, nearest even, saturating.
+
+    By integers: of the hardware's conversion, packed by ptxas with what reads its bits again, every second element was lost on an H200.
+    """
+    return _e4m3_bits(tl.minimum(tl.abs(x), 448.0))
 
 
 @triton.jit
 def _e4m3_byte(x):
-    """E4M3 bits of fp32 values, nearest even, saturating."""
-    if INTERPRETED:
-        bits = _e4m3_bits(tl.minimum(tl.abs(x), 448.0))
-        return (bits | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    """E4M3 of fp32 values, uint8."""
+    return (_e4m3_bits_saturated(x) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def store_page_rows(a, b, c, d, base, mask, place, token_stride, value, R: tl.constexpr, FORMAT: tl.constexpr):
     """Quarters of bf16 values into pages of a format. `base` [R]: planes (NVFP4), else first rows; `value`: V, not K."""
     if FORMAT == NVFP4:
-        _store_nvfp4(a, b, c, d, base, mask, place, value, R)
+        _store_nvfp4(a, 0, base, mask, place, value, R)
+        _store_nvfp4(b, 1, base, mask, place, value, R)
+        _store_nvfp4(c, 2, base, mask, place, value, R)
+        _store_nvfp4(d, 3, base, mask, place, value, R)
     else:
         at = base + place * token_stride
         if FORMAT == FP8:
@@ -182,7 +173,8 @@ def _given_back(x, R: tl.constexpr, FORMAT: tl.constexpr):
         codes, scale = _nvfp4(x, R)
         return tl.reshape(_e2m1_value(codes) * _e4m3_value(scale)[:, :, None], [R, 32])
     elif FORMAT == FP8:
-        return _e4m3_value(_e4m3_byte(x).to(tl.int32))
+        value = _e4m3_value(_e4m3_bits_saturated(x)).to(tl.int32, bitcast=True)
+        return (value | (x.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)  # a negative zero keeps its sign
     else:
         return x
 

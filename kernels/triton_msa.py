@@ -193,7 +193,6 @@ def kv_insert(
             len(q),
             INDEX_FORMAT=index_form,
             FORMAT=form,
-            launch_pdl=EARLY and q.is_cuda,
             **rows.shape,
         )
     return q_out, index_q_out

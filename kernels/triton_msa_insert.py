@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from .triton_heads import (
     angles,
@@ -24,7 +23,7 @@ from .triton_heads import (
     store_page_rows,
     store_quarters,
 )
-from .triton_msa_tiles import INTERPRETED, PAGE
+from .triton_msa_tiles import PAGE
 
 
 @triton.jit
@@ -43,7 +42,8 @@ def _normed_rows(
     mask = token < tokens
     a, b, c, d = quarters(x_ptr + (token.to(tl.int64) * stride + head * 128), mask)
     turn = angles(cos_ptr, sin_ptr, _positions(position_ptr, token, mask), ROTARY)
-    a, b, c, d = normed_rotated(a, b, c, d, inverse_rms(a, b, c, d, eps), norm_weights(norm_ptr + row * 0), turn, ROTARY)
+    weight = norm_weights(norm_ptr + row * 0)
+    a, b, c, d = normed_rotated(a, b, c, d, inverse_rms(a, b, c, d, eps), weight, turn, ROTARY)
     return a, b, c, d, token, head, mask
 
 
@@ -136,8 +136,6 @@ def insert_kernel(
     TILES: tl.constexpr,
 ):
     """Rows of one kind a program, see the module."""
-    if not INTERPRETED:
-        gdc_wait()  # launched while the kernel before it ends
     program = tl.program_id(0)
     of_index, of_groups = tl.cdiv(tokens, R) * INDEXED, tl.cdiv(tokens * G, R)
     if program < of_index:

@@ -56,7 +56,8 @@ def write_pages(pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write tokens into a paged cache, in place.
 
     Args:
-        pages: uint8 [pages, 2 * heads, 128, D/2 + D/16], contiguous. slots: int64 [T], page * 128 + place in the page, no two equal.
+        pages: uint8 [pages, 2 * heads, 128, D/2 + D/16], each contiguous, any distance apart. slots: int64 [T], page * 128 + place in the
+            page, no two equal.
         k, v: [T, heads, D] (bf16 or fp32).
     Raises `NonFiniteWeight` when K or V holds NaN or infinity, `ValueError` when the shapes do not fit.
     """

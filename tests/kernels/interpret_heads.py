@@ -1,7 +1,8 @@
 """Rows of heads against torch on CPU, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_heads`.
 
-`kv_insert` with pages of their own and as views of one buffer, with and without an indexer; `rotate_heads` and its gradient; the
-projection with all of it behind it. Integers, whose squares sum exactly, so that bits must be equal though torch sums in another order.
+`kv_insert` into pages that are views of one buffer, with and without an indexer; `rotate_heads` and its gradient; the projection with all
+of it behind it; choice and attention over such pages. Integers, whose squares sum exactly, so that bits must be equal though torch sums
+in another order.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import torch
 from samebits.kernels import msa_ops, triton_msa, triton_msa_project, triton_msa_rotate, triton_msa_tiles
 from samebits.kernels.linear import LoRA
 from samebits.kernels.linear_tiles import pack_linear
+from samebits.kernels.msa import SparseConfig
+from samebits.kernels.msa_ops import Pages
 from samebits.kernels.rope import rope_table
 from samebits.quant import mxfp8
-from tests.support.msa_cases import FORMATS, insert_case, one_buffer, without_indexer
+from tests.support.msa_cases import FORMATS, insert_case, make, one_buffer, without_indexer
 
 
 def check(name: str, condition: bool) -> None:
@@ -32,6 +35,7 @@ def inserted() -> None:
     for form in FORMATS:
         for heads, groups, indexed in ((3, 1, True), (8, 2, False), (16, 2, True)):
             args, caches = insert_case(form, tokens=5, heads=heads, groups=groups)
+            args[2][0] *= 2.0**-11  # values that become zeros of both signs
             _, *views = one_buffer(*caches)
             triton_msa_rotate.cut_of = lambda _, tiles=heads // 8: triton_msa_rotate.Cut(8, 1, max(1, tiles))
             if not indexed:
@@ -78,23 +82,42 @@ def projected() -> None:
     def adapter(slots: int, heads: int) -> LoRA:
         return LoRA(torch.randn(slots, 4, 160, generator=g).bfloat16(), (torch.randn(slots, heads * 128, 4, generator=g) * 0.1).bfloat16())
 
+    whole = triton_msa_project._whole
     for form, slots in (("nvfp4", 0), ("bf16", 1), ("nvfp4", 2)):
-        args, caches = insert_case(form, tokens=19, heads=2, groups=1)
+        args, caches = insert_case(form, tokens=40, heads=2, groups=1)
         _, *views = one_buffer(*caches)
         norms, table, position, where = args[5:]
         heads = 6
         if slots == 1:
             heads, norms, caches[1], views[1] = 4, without_indexer(args)[5], None, None
         weight = pack_linear(mxfp8.quantize(torch.randn(heads * 128, 160, generator=g) * 0.1))
-        x = torch.randn(19, 160, generator=g).bfloat16()
+        x = torch.randn(40, 160, generator=g).bfloat16()
         loras = msa_ops.HeadLoRA(adapter(slots, 2), adapter(slots, 1), None) if slots else None
-        ids = (torch.arange(19) % 3 - 1).int() if slots > 1 else None
+        ids = (torch.arange(40) % 3 - 1).int() if slots > 1 else None
         rest = (norms, table, position, where)
         want = msa_ops.project_insert(x, weight, loras, ids, *rest, *caches)
-        have = triton_msa_project.project_insert(x, weight, loras, ids, *rest, *views, (2, 1))
+        cut = None
+        if slots:  # x by the copy engine, and the last tiles in quarters
+            cut, triton_msa_project._whole = triton_msa_project.Cut(128, 4, 1), lambda programs, _: programs - 2
+        have = triton_msa_project.project_insert(x, weight, loras, ids, *rest, *views, (2, 1), cut)
         for name, a, b in zip(("q", "index q", "pages", "index pages"), (*have, *views), (*want, *caches), strict=True):
             # fp32 sums of torch have another order: a few roundings fall otherwise.
             check(f"projected {name} {form}", a is b or (a.view(torch.uint8) != b.view(torch.uint8)).float().mean() < 1e-3)
+    triton_msa_project._whole = whole
+
+
+def read_from_one_buffer() -> None:
+    """Choice and attention over pages that lie further apart than they are long."""
+    for form in FORMATS:
+        case = make([1], [200], form, groups=1, heads=2, integers=True)
+        _, cache, index = one_buffer(case.cache.data, case.index.data)
+        chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, SparseConfig(topk=2))
+        keys = Pages(index, case.index.table)
+        check(f"{form} choice", same(triton_msa.index_topk(case.index_q, keys, case.batch, SparseConfig(topk=2), None), chosen))
+        q = case.q.float()
+        want, _ = triton_msa.attend(q, case.cache, chosen, case.batch, 0.1)
+        have, _ = triton_msa.attend(q, Pages(cache, case.cache.table), chosen, case.batch, 0.1)
+        check(f"{form} attention", same(have, want) and bool(have.any()))
 
 
 def main() -> None:
@@ -105,6 +128,7 @@ def main() -> None:
     inserted_in_two_formats()
     rotated_whole()
     projected()
+    read_from_one_buffer()
     print("same results")
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from samebits.kernels import msa, msa_ops
+from samebits.kernels.linear import LoRA, lora_linear
+from samebits.kernels.linear_tiles import pack_linear
 from samebits.kernels.msa import SparseConfig
 from samebits.kernels.msa_ops import Pages, batch_of
 from samebits.kernels.norm import gemma_rms_norm
 from samebits.kernels.rope import apply_rope
-from samebits.quant import kv
-from tests.support.msa_cases import FORMATS, insert_case, make, one_buffer
+from samebits.quant import kv, mxfp8
+from tests.support.msa_cases import FORMATS, insert_case, make, one_buffer, without_indexer
 
 CONFIG = SparseConfig(topk=4)
 
@@ -194,6 +196,37 @@ def test_an_unknown_cache_form_is_refused():
     args, _ = insert_case("bf16", tokens=2, heads=2, groups=1)
     with pytest.raises(ValueError, match="cache form must be one of nvfp4, fp8, bf16 or None, got 'int8'"):
         msa_ops.rotate_heads(*args[:8], "int8")
+
+
+def test_half_an_indexer_is_refused():
+    args, (cache, index) = insert_case("bf16", tokens=2, heads=2, groups=1)
+    for call in (lambda: msa_ops.kv_insert(*args, cache, None), lambda: msa_ops.kv_insert(*without_indexer(args), cache, index)):
+        with pytest.raises(ValueError, match="an indexer needs"):
+            call()
+
+
+def test_the_projection_in_one_op_is_its_parts():
+    """Adapters of q and v by slot, none of k; every row of the weight goes to the head it is of."""
+    args, caches = insert_case("nvfp4", tokens=7, heads=4, groups=2)
+    _, others = insert_case("nvfp4", tokens=7, heads=4, groups=2)
+    norms, table, position, slots = args[5:]
+    g = torch.Generator().manual_seed(1)
+    weight = mxfp8.quantize(torch.randn(11 * 128, 64, generator=g))
+    x = torch.randn(7, 64, generator=g)
+    loras = msa_ops.HeadLoRA(*(LoRA(torch.randn(2, 4, 64, generator=g), torch.randn(2, n * 128, 4, generator=g)) for n in (4, 2, 2)))
+    loras, ids = loras._replace(k=None), torch.tensor([0, 1, -1, 0, 1, 1, 0])
+    rest = (norms, table, position, slots)
+    have = msa_ops.project_insert(x, pack_linear(weight), loras, ids, *rest, *caches)
+    y, first = [], 0
+    for rows, lora in ((4, loras.q), (2, None), (2, loras.v), (2, None), (1, None)):
+        part = mxfp8.MXFP8Tensor(*(t[first * 128 : (first + rows) * 128] for t in weight))
+        y.append(lora_linear(x, part, lora, ids if lora else None).view(7, rows, 128))
+        first += rows
+    want = msa_ops.kv_insert(*y[:4], y[4][:, 0], *rest, *others)
+    assert all(torch.equal(a, b) for a, b in zip((*have, *caches), (*want, *others), strict=True))
+    with pytest.raises(ValueError, match="a projection of 1000 rows does not fit 2 KV heads"):
+        odd = pack_linear(mxfp8.MXFP8Tensor(*(t[:1000] for t in weight)))
+        msa_ops.project_insert(x, odd, None, None, *rest, *caches)
 
 
 def test_e4m3_pages_saturate():
