@@ -6,8 +6,8 @@ cache, and the median replay is divided by their number. Prefill, training and g
 `bench_heads` follow. The copy that gives the bandwidth runs first, in the same process; a floor is the bytes that must be moved (keys of
 the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
-Peers where they can be imported: FlashInfer's `msa_ops` (fp8 and bf16 pages) and vLLM's own MiniMax-M3 kernels (bf16 pages); otherwise
-their absence is recorded. Before a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests.
+Peers (`bench_msa_peers`), where they can be imported, get the same pages, queries and choices; otherwise their absence is recorded. Before
+a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from samebits.quant import bench as formats
 from samebits.quant import kv
 
 from . import msa_ops
+from .bench_msa_peers import Peer, Prefill, lines, load_peers
 from .msa import SparseConfig
 from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
 
@@ -75,13 +77,14 @@ def run(
                 if name in floors:
                     line |= {"floor_us": floors[name], "of_floor": floors[name] / line["us"]}
                 result["results"].append(line)
+            head = {"requests": requests, "context": context, "format": form}
             for peer in peers:
-                for name, calls in peer(case).items():
-                    result["results"].append(
-                        {"requests": requests, "context": context, "format": form, "name": name, "us": replay(calls, repeat)}
-                    )
+                result["results"] += lines(head | {"peer": peer.name}, peer.decode, (case,), partial(replay, repeat=repeat))
             del case
         save(result)
+    torch.cuda.empty_cache()
+    result["results"] += prefill(32768, peers)
+    save(result)
     torch.cuda.empty_cache()
     from .bench_heads import head_lines
 
@@ -92,8 +95,56 @@ def run(
     return result
 
 
+def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> list[dict[str, Any]]:
+    """One sequence: choice from bf16 index pages, and attention over pages of each format, ours and the peers'. Keys are random."""
+    from . import triton_msa
+
+    g = torch.Generator("cuda").manual_seed(0)
+    blocks, scale = tokens // BLOCK, msa_ops.default_scale()
+    q, index_q, rows = (random_rows((tokens, heads, DIM), torch.bfloat16, g) for heads in (HEADS, GROUPS, 2 * GROUPS))
+    table = torch.randperm(blocks, generator=g, device="cuda").int()[None]
+    index = Pages(random_rows((blocks, BLOCK, DIM), torch.bfloat16, g), table)
+    k, v = (kv.round_trip(x) for x in rows.chunk(2, dim=1))
+    slots = (table.long()[0, :, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()
+    caches = {}
+    for form in FORMATS:
+        if form == "nvfp4":
+            data = torch.zeros(kv.page_shape(blocks, GROUPS, DIM), dtype=torch.uint8, device="cuda")
+            kv.write_pages(data, slots, k, v)
+        else:
+            dtype = torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn
+            data = torch.empty(blocks, GROUPS, BLOCK, 2 * DIM, dtype=dtype, device="cuda")
+            whole = torch.cat((k, v), -1).view(blocks, BLOCK, GROUPS, 2 * DIM).transpose(1, 2).to(dtype)
+            data.view(torch.uint8)[table.long()[0]] = whole.view(torch.uint8)  # E4M3 cannot be indexed
+        caches[form] = Pages(data, table)
+    batch = batch_of([tokens], device="cuda")
+
+    def choose() -> Tensor:
+        return msa_ops.index_topk(index_q, index, batch, CONFIG)
+
+    def attend(form: str) -> Tensor:
+        return triton_msa.attend(q, caches[form], work.chosen, batch, scale)[0]
+
+    def timed(calls: list[Callable[[], Any]]) -> float:
+        return formats.time_cuda(calls[0], repeat) * 1e6
+
+    # Keys that are seen: of the own block, which always is chosen, those up to the query.
+    seen = sum(min(p // BLOCK, TOPK - 1) * BLOCK + p % BLOCK + 1 for p in range(tokens))
+    work = Prefill(q, index_q, caches, index, choose(), {})
+    head = {"tokens": tokens, "format": "bf16"}
+    found = [head | {"name": "choice", "us": timed([choose])}]
+    for form in FORMATS:
+        work.out[form] = attend(form)
+        head = {"tokens": tokens, "format": form}
+        us = timed([partial(attend, form)])
+        found.append(head | {"name": "prefill", "us": us, "tflop_s": 4 * HEADS * DIM * seen / us / 1e6})
+        for peer in peers:
+            found += lines(head | {"peer": peer.name}, peer.prefill, (work, form), timed)
+    return found
+
+
 def training(tokens: int, repeat: int = 5) -> list[dict[str, Any]]:
-    """One sequence: choice, forward over NVFP4 pages (prefill) and over packed bf16 (training), and all gradients.
+    """One sequence: forward over packed bf16 keys, with the sums that gradients need, and all gradients.
 
     Keys are random: neighbouring queries share no more blocks than chance has it.
     """
@@ -110,16 +161,11 @@ def training(tokens: int, repeat: int = 5) -> list[dict[str, Any]]:
     batch = batch_of([tokens], device="cuda")
     packed = Packed(k, v, batch.start[:1], tokens // BLOCK)
     index = packed._replace(keys=index_k, values=None)
-    pages = torch.zeros(kv.page_shape(tokens // BLOCK, GROUPS, DIM), dtype=torch.uint8, device="cuda")
-    kv.write_pages(pages, torch.arange(tokens, device="cuda"), k, v)
-    cache = Pages(pages, torch.arange(tokens // BLOCK, dtype=torch.int32, device="cuda")[None])
     scale = msa_ops.default_scale()
     chosen = msa_ops.index_topk(index_q, index, batch, CONFIG)
     out, lse = triton_msa.attend(q, packed, chosen, batch, scale, lse=True)
     saved = (normal(tokens, HEADS, DIM), q, k, v, out, lse, chosen, batch.start, batch.request, batch.position, scale)
     calls: dict[str, tuple[str, Callable[[], Any]]] = {
-        "choice": ("bf16", lambda: msa_ops.index_topk(index_q, index, batch, CONFIG)),
-        "prefill": ("nvfp4", lambda: triton_msa.attend(q, cache, chosen, batch, scale)),
         "training forward": ("bf16", lambda: triton_msa.attend(q, packed, chosen, batch, scale, lse=True)),
         "backward": ("bf16", lambda: gradients(*saved)),
     }
@@ -167,15 +213,16 @@ class Case:
             chosen = msa_ops.index_topk(self.index_queries[i], self.index, self.batch, CONFIG)
             msa_ops.sparse_attention(self.queries[i], self.cache, chosen, self.batch, scale)
 
-        def attend(i: int) -> None:
-            msa_ops.sparse_attention(self.queries[i], self.cache, self.chosen[i], self.batch, scale)
-
         return {
             "scores": [lambda i=i: triton_msa.index_scores(self.index_queries[i], self.index, self.batch) for i in each],
             "top-k": [lambda i=i: triton_msa.choose(scores[i], self.batch.position, CONFIG, out[i]) for i in each],
-            "attention": [lambda i=i: attend(i) for i in each],
+            "attention": [lambda i=i: self.attend(i) for i in each],
             "chain": [lambda i=i: chain(i) for i in each],
         }
+
+    def attend(self, i: int) -> Tensor:
+        """Our attention of query set i to its choices."""
+        return msa_ops.sparse_attention(self.queries[i], self.cache, self.chosen[i], self.batch, msa_ops.default_scale())
 
     def agrees(self) -> bool:
         """Scores, choice and attention of the first and the last request against torch in fp32."""
@@ -243,120 +290,18 @@ def replay(calls: list[Callable[[], Any]], repeat: int) -> float:
     return formats.time_cuda(graph.replay, repeat) * 1e6 / len(calls)
 
 
-def load_peers(found: dict[str, str]) -> list[Callable[[Case], dict[str, list[Callable[[], Any]]]]]:
-    """Peers' calls on a case; `found` says version or absence of each."""
-    peers = []
-    for name, load in (("flashinfer msa_ops", _flashinfer), ("vllm minimax_m3", _vllm)):
-        try:
-            version, calls = load()
-        except ImportError as error:
-            found[name] = f"absent: {error}"
-        else:
-            found[name] = version
-            peers.append(calls)
-    return peers
-
-
-def _flashinfer() -> tuple[str, Callable[[Case], dict[str, list[Callable[[], Any]]]]]:
-    import flashinfer
-    import flashinfer.msa_ops as ops
-    import flashinfer.msa_ops._sm90_dispatch as dispatch
-
-    dispatch._cute_proxy_decode_preferred = lambda *_: False  # its CuTe DSL program needs another package
-
-    def calls(case: Case) -> dict[str, list[Callable[[], Any]]]:
-        if case.form == "nvfp4":
-            return {}
-        requests, blocks = case.requests, case.context // BLOCK
-        keys = case.index.data[:, None]
-        queries = [q.to(keys.dtype) for q in case.index_queries]
-        lengths = torch.full((requests,), case.context, dtype=torch.int32, device="cuda")
-        valid = torch.full((requests,), blocks, dtype=torch.int32, device="cuda")
-        scores = [torch.empty(GROUPS, blocks, requests, device="cuda") for _ in queries]
-        chosen = [torch.empty(requests, GROUPS, TOPK, dtype=torch.int32, device="cuda") for _ in queries]
-        out = torch.empty_like(case.queries[0])
-
-        def score(i: int) -> None:
-            ops.msa_proxy_score(
-                queries[i],
-                keys,
-                case.batch.start,
-                page_table=case.table,
-                seqused_k=lengths,
-                max_seqlen_q=1,
-                max_k_tiles=blocks,
-                output=scores[i],
-            )
-
-        def choose(i: int) -> None:
-            ops.msa_topk_select(scores[i], TOPK, num_valid_pages=valid, force_end_blocks=1, output=chosen[i])
-
-        def attend(i: int) -> None:
-            k, v = case.cache.data[..., :DIM], case.cache.data[..., DIM:]
-            ops.msa_sparse_decode_attention(
-                case.queries[i],
-                k,
-                v,
-                chosen[i].permute(1, 0, 2).contiguous(),
-                page_table=case.table,
-                seqused_k=lengths,
-                seqlen_q=1,
-                softmax_scale=msa_ops.default_scale(),
-                out=out,
-            )
-
-        def chain(i: int) -> None:
-            score(i)
-            choose(i)
-            attend(i)
-
-        steps = {"scores": score, "top-k": choose}
-        if case.form == "fp8":
-            steps |= {"attention": attend, "chain": chain}
-        return {f"flashinfer {name}": [lambda i=i, f=f: f(i) for i in range(len(queries))] for name, f in steps.items()}
-
-    return flashinfer.__version__, calls
-
-
-def _vllm() -> tuple[str, Callable[[Case], dict[str, list[Callable[[], Any]]]]]:
-    import vllm
-    from vllm.models.minimax_m3.common.ops.index_topk import minimax_m3_index_decode
-    from vllm.models.minimax_m3.common.ops.sparse_attn import minimax_m3_sparse_attn_decode
-
-    def calls(case: Case) -> dict[str, list[Callable[[], Any]]]:
-        if case.form != "bf16":
-            return {}
-        lengths = torch.full((case.requests,), case.context, dtype=torch.int32, device="cuda")
-        out = torch.empty_like(case.queries[0])
-
-        def choose(i: int) -> Tensor:
-            return minimax_m3_index_decode(
-                case.index_queries[i], case.index.data, case.table, lengths, case.context, TOPK, 0, 1, GROUPS, 1, 1
-            )
-
-        chosen = [choose(i) for i in range(len(case.queries))]
-
-        def attend(i: int, ids: Tensor | None = None) -> None:
-            ids = chosen[i] if ids is None else ids
-            scale = msa_ops.default_scale()
-            minimax_m3_sparse_attn_decode(case.queries[i], case.cache.data, ids, case.table, lengths, GROUPS, scale, out, 1)
-
-        def chain(i: int) -> None:
-            attend(i, choose(i))
-
-        steps = {"scores and top-k": choose, "attention": attend, "chain": chain}
-        return {f"vllm {name}": [lambda i=i, f=f: f(i) for i in range(len(case.queries))] for name, f in steps.items()}
-
-    return vllm.__version__, calls
-
-
 def show(result: dict[str, Any]) -> None:
     """Print what was found."""
     print(" · ".join(str(v) for v in result["machine"].values()), "·", ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
     print(f"copy {result['copy_gb_s']:.0f} GB/s; " + "; ".join(f"{k}: {v}" for k, v in result["peers"].items()))
     for line in result["results"]:
         shape = f"{line['requests']:3d} x {line['context']:6d}" if "context" in line else f"{line['tokens']:5d} tok."
-        text = f"{shape} {line['format']:5s} {line['name']:28s} {line['us']:8.1f} us"
+        text = f"{shape} {line['format']:5s} {line['name']:28s} "
+        text += f"{line['us']:8.1f} us" if "us" in line else line["error"]
+        if "tflop_s" in line:
+            text += f"  {line['tflop_s']:6.1f} TFLOP/s"
+        if "distance" in line:
+            text += f"  from ours {line['distance']:.1e}"
         if "floor_us" in line:
             text += f"  floor {line['floor_us']:6.1f} us, {100 * line['of_floor']:4.0f} %"
         print(text)

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_msa_blocks import PLACES, WARPS, decode_keys, decode_values, load_keys, load_values, natural_output
-from .triton_msa_tiles import BF16, INTERPRETED, NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
+from .triton_msa_tiles import INTERPRETED, NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
 SUMS = tl.constexpr(4 * WARPS.value)  # sums of a head's weights, one for each lane that has its scores
@@ -115,7 +115,7 @@ def attend_kernel(
     head = tl.arange(0, ROWS)
     at = (row * HEADS + head)[:, None] * 128 + tl.arange(0, 128)[None, :]
     query = tl.load(query_ptr + at, mask=(head < HEADS)[:, None], other=0.0).to(OPERAND)
-    query = label_query(query, ROWS, BF16)
+    query = label_query(query, ROWS)
     places = tl.sum((tl.load(chosen_ptr + tl.arange(0, TOPK)) >= 0).to(tl.int32), axis=0)
     end = tl.minimum(first + UNIT, places)
 

@@ -5,9 +5,6 @@ registers they were loaded into. Here the warps share a block. Of the scores, a 
 n-tiles, as Triton deals them out). Of the output it makes 64 dimensions, and lane (g, t) of it eight neighbouring ones, of the four keys
 of token quad t: 4, 8 or 16 bytes of V a key, and one scale for each key. The weights go from one to the other through shared memory.
 
-Where Triton sees a join behind an operand, it numbers the k's of a lane in runs of four, and the fragments of the left operand must then
-be put together anew for every MMA. `_settle` keeps it from seeing: they are numbered in runs of two, whatever the format.
-
 Only bf16 rows are masked: they may lie outside of the tensor, or be NaN. Bytes of pages always are some finite number, and the weight of a
 key that the query does not see is zero.
 """
@@ -19,7 +16,6 @@ import triton.language as tl
 
 from .triton_msa_tiles import (
     FP8,
-    INTERPRETED,
     NVFP4,
     OPERAND,
     PAGE,
@@ -32,20 +28,13 @@ from .triton_msa_tiles import (
     key_order,
     nibbles,
     rounded,
+    settle,
 )
 
 WARPS = tl.constexpr(2)  # of a program
 LANES = tl.constexpr(32 * WARPS.value)
 PLACES = tl.constexpr(16 // WARPS.value)  # dimensions of V of a lane; n-tiles of a warp
 QUADS = tl.constexpr(8 * LANES.value)  # rows of V of which a lane loads a key each: 8 steps of 16 keys, warp, g, t
-
-
-@triton.jit
-def _settle(tile):
-    """`tile` itself, two elements a register, with its making hidden from Triton's choice of a layout."""
-    if INTERPRETED:
-        return tile
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit
@@ -80,8 +69,8 @@ def load_keys(base, limit, token_stride, FORMAT: tl.constexpr):
 def decode_keys(x, raw, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
     """Operand [128 dimensions in the order of labels, 128 keys]."""
     tile = decoded_keys(x, raw, WARPS, PAGE // WARPS, FORMAT, ROUNDED)  # rep, warp, g, t, w, h, i1, i0
-    # As `label_dims`, turned around: `tl.trans` after it would send the tile through shared memory.
-    return _settle(tl.reshape(tl.permute(tile, [4, 6, 7, 3, 5, 0, 1, 2]), [128, PAGE]))
+    # Turned around at once: `tl.trans` after it would send the tile through shared memory.
+    return settle(tl.reshape(tl.permute(tile, [4, 6, 7, 3, 5, 0, 1, 2]), [128, PAGE]))
 
 
 @triton.jit
@@ -115,7 +104,7 @@ def decode_values(a, b, c, d, words, FORMAT: tl.constexpr, ROUNDED: tl.constexpr
     """Operand [128 keys in the order of labels, 128 dimensions in the order of `natural_output`]."""
     tile = tl.join(_value_pair(a, b, words, 0, FORMAT, ROUNDED), _value_pair(c, d, words, 2, FORMAT, ROUNDED))
     tile = tl.reshape(tile, [PAGE // 16, WARPS, 8, 4, PLACES, 2, 2])  # step, warp, g, t, place, pair, b3
-    return _settle(tl.reshape(tl.permute(tile, [0, 6, 3, 5, 4, 1, 2]), [PAGE, 128]))
+    return settle(tl.reshape(tl.permute(tile, [0, 6, 3, 5, 4, 1, 2]), [PAGE, 128]))
 
 
 @triton.jit

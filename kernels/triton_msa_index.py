@@ -67,7 +67,7 @@ def score_kernel(
         rows = (token * G + column % G).to(tl.int64)
         at = rows[:, None] * 128 + tl.arange(0, 128)[None, :]
         query = tl.load(query_ptr + at, mask=inside[:, None], other=0.0).to(OPERAND)
-        query = tl.trans(label_query(query, N, FORMAT))
+        query = tl.trans(label_query(query, N))
         first_token = 0
         if PAGED:
             table_ptr += request.to(tl.int64) * table_stride
@@ -86,7 +86,7 @@ def score_kernel(
                 else:
                     ahead, begin, limit = following, 0, newest + 1 - tl.minimum(block + splits, last) * PAGE
                 x_ahead, raw_ahead = load_index_keys(ahead, begin, limit, one, token_stride, KEYS, FORMAT, not PAGED)
-                score = tl.dot(tl.reshape(decode_keys(x, raw, 1, KEYS, FORMAT, ROUNDED), [KEYS, 128]), query)
+                score = tl.dot(decode_keys(x, raw, KEYS, FORMAT, ROUNDED), query)
                 if block * PAGE + (PAGE - 1) > oldest:
                     key = block * PAGE + part * KEYS + tl.arange(0, KEYS)
                     score = tl.where(key[:, None] <= position[None, :], score, float("-inf"))

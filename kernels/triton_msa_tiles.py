@@ -1,17 +1,17 @@
 """Tiles of K, V and index keys, from pages straight into the registers of the tensor cores: what all MSA kernels share.
 
 Every tile of a warp is loaded so that each lane already holds the elements that `mma.m16n8k16` wants of it: none moves between lanes,
-and NVFP4 codes become bf16 in the registers they were loaded into. Three ideas make that possible.
+and NVFP4 codes become bf16 in the registers they were loaded into. Some ideas make that possible.
 
 **Labels.** A sum does not care how its terms are numbered, as long as both operands agree. Lane (g, t) of an MMA (g = lane / 4,
 t = lane % 4) holds four of the sixteen k's of a step, for row or column g. Along the head dimension lane t is given the 32 dimensions from
 32 t: two NVFP4 groups, 16 bytes of codes. Dimension 32 t + 8 w + 4 h + 2 i1 + i0 takes part in step 2 w + i1, in register i0, as half h:
 a 32-bit word of eight codes then makes the pairs (code i, code i + 4) that sit 16 bits apart. bf16 and fp8 keys take the same
-places, so that a dot product is the same sum in the same order whatever the page's format. `label_dims` brings a tile in natural order into
-this one, without moving anything between lanes. (Triton numbers the k's of a lane in runs of two or four, by the narrowest type that it
-believes to see behind an operand: hence two orders of labels, which put every dimension and every key in the same place of the
-same instruction. Were it to choose other runs, results would stay right, but be moved through shared memory, and no longer have equal
-bits between formats.)
+places, so that a dot product is the same sum in the same order whatever the page's format.
+
+**Runs.** Triton numbers the k's of a lane in runs of two or four, by what it sees behind an operand: four where tensors were joined. The
+fragments of the other operand then lie apart and must be put together anew for every MMA. `settle` keeps it from seeing, so that they are
+runs of two, whatever the format. (With other runs results would stay right, but be moved through shared memory.)
 
 **Rows.** A two-dimensional load [rows, V] with V contiguous elements is laid out by Triton as V elements a lane and rows across lanes, in
 order. Which address a row means is free arithmetic, so rows are counted as lanes are: t fastest, then g.
@@ -21,7 +21,7 @@ times 2^-126, subnormal included; one exact multiply by the block scale times 2^
 significant bits and lies between 2^-17 and 21. Moving costs one AND, one multiply (two shifts at once), one AND for two codes.
 The factor 2^7 is given back in fp32 (`unit`); it is a power of two and changes no rounding.
 
-Keys at or beyond `limit` may read as anything in K (their scores are masked) and read as zero in V, whatever the page holds there.
+Keys that a query does not see may read as anything: their scores are masked.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ mul.lo.u32 c, c, 0x104;
 and.b32 c, c, 0x81C081C0;
 mul.rn.bf16x2 $3, c, $5;
 }""")
+SCALE_COPIES, SCALE_BITS = tl.constexpr(0x1010), tl.constexpr(0x07F007F0)
 # E4M3 bits four places up are bf16 bits of value * 2^-120; 2^239, in two steps, makes them value * 2^119.
 _SCALE_ASM = tl.constexpr("""{
 .reg .b32 c, k;
@@ -160,6 +161,19 @@ def block_scales(bits):
 
 
 @triton.jit
+def key_scales(raw, ROUNDED: tl.constexpr):
+    """`block_scales` of the two low bytes of int32 `raw` [..]: [.., 2]. Beside a sign, which no scale has, the second may be any number."""
+    if ROUNDED or INTERPRETED:
+        first, second = raw & 0xFF, (raw >> 8) & 0xFF
+        if ROUNDED:
+            first, second = finite(first), finite(second)
+        return block_scales(tl.join(first, second))
+    # Both at once: the first from one copy, the second from the other; what the copies add up to between them is cut out.
+    pair = halves(((raw & 0xFFFF) * SCALE_COPIES) & SCALE_BITS)
+    return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [pair.to(tl.bfloat16, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
 def byte_scales(words, place):
     """`block_scales` of byte `place` (int32, 0 to 3) of int32 words."""
     if INTERPRETED:
@@ -238,18 +252,18 @@ def e4m3_bytes(x):
 
 
 @triton.jit
-def label_dims(x, WARPS: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
-    """[ROWS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0] to [WARPS, ROWS, 128] in the order of labels."""
-    # Runs of two are w, i1, i0, t, h; in runs of four, w, i0, t, i1, h, two neighbouring steps of an MMA share a run.
-    x = tl.permute(x, [1, 0, 2, 4, 6, 7, 3, 5]) if FORMAT == BF16 else tl.permute(x, [1, 0, 2, 4, 7, 3, 6, 5])
-    return tl.reshape(x, [WARPS, ROWS, 128])
+def settle(tile):
+    """`tile` itself, two elements a register, with its making hidden from Triton's choice of a layout."""
+    if INTERPRETED:
+        return tile
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit
-def label_query(x, ROWS: tl.constexpr, FORMAT: tl.constexpr):
-    """[ROWS, 128] in natural order to the order of labels."""
-    x = tl.reshape(x, [ROWS // 8, 1, 8, 4, 4, 2, 2, 2])
-    return tl.reshape(label_dims(x, 1, ROWS, FORMAT), [ROWS, 128])
+def label_query(x, ROWS: tl.constexpr):
+    """[ROWS, 128] in natural order to the order of labels: w, i1, i0, t, h."""
+    x = tl.reshape(x, [ROWS, 4, 4, 2, 2, 2])  # t, w, h, i1, i0
+    return tl.reshape(tl.permute(x, [0, 2, 4, 5, 1, 3]), [ROWS, 128])
 
 
 @triton.jit
@@ -262,51 +276,49 @@ def load_index_keys(base, first, limit, one, token_stride, KEYS: tl.constexpr, F
     Returns:
         (words or elements [lanes, vector], scale bits or anything).
     """
+    # What of an address depends on the lane comes first, so that the rest, a constant of a register, goes into the instruction.
     if FORMAT == NVFP4:
-        row = tl.arange(0, KEYS * 4)
-        key = row // 4 + first
-        at = (key * 16 + (row % 4) * 4)[:, None] + tl.arange(0, 4)[None, :]
-        x = tl.load(base.to(tl.pointer_type(tl.int32)) + at)
+        row = tl.arange(0, KEYS * 4)  # rep, g, t: as the codes lie
+        lane, rest = row % 32, row // 32 * 32 + first * 4
+        x = tl.load((base.to(tl.pointer_type(tl.int32)) + lane * 4 + rest * 4)[:, None] + tl.arange(0, 4)[None, :])
         # A lane takes the two scale bytes of its own groups; times `one`, so that Triton does not widen the load and move lanes.
-        raw = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int16)) + (key * 4 + row % 4) * one).to(tl.int32)
+        raw = tl.load((base + PAGE * 64).to(tl.pointer_type(tl.int16)) + lane * one + rest).to(tl.int32)
     elif FORMAT == FP8:
         row = tl.arange(0, KEYS * 8)  # rep, w2, g, t
         key = row // 64 * 8 + row // 4 % 8 + first
-        at = (key * token_stride + (row % 4) * 32 + (row // 32 % 2) * 16) // 4
-        x = _load_rows(base.to(tl.pointer_type(tl.int32)), at, key < limit, 4, MASKED)
-        raw = at
+        at = base.to(tl.pointer_type(tl.int32)) + (key * token_stride + row % 4 * 32 + row // 32 % 2 * 16) // 4
+        x = _load_rows(at, key < limit, 4, MASKED)
+        raw = row
     else:
         row = tl.arange(0, KEYS * 16)  # rep, w, g, t
-        key = row // 128 * 8 + row // 4 % 8 + first
-        at = key * token_stride + (row % 4) * 32 + (row // 32 % 4) * 8
-        x = _load_rows(base, at, key < limit, 8, MASKED)
-        raw = at
+        lane, rest = row // 4 % 8, row // 128 * 8 + first
+        at = base + (lane * token_stride + row % 4 * 32) + (rest * token_stride + row // 32 % 4 * 8)
+        x = _load_rows(at, lane + rest < limit, 8, MASKED)
+        raw = row
     return x, raw
 
 
 @triton.jit
-def _load_rows(base, at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+def _load_rows(at, inside, VECTOR: tl.constexpr, MASKED: tl.constexpr):
     at = at[:, None] + tl.arange(0, VECTOR)[None, :]
     if MASKED:
-        return tl.load(base + at, mask=inside[:, None], other=0)
+        return tl.load(at, mask=inside[:, None], other=0)
     else:
-        return tl.load(base + at)
+        return tl.load(at)
 
 
 @triton.jit
-def decode_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr = False):
-    """Operand [WARPS, KEYS, 128], dimensions in the order of labels, of raw bits in rows of (repetitions, warp, g, t)."""
-    return label_dims(decoded_keys(x, raw, WARPS, KEYS, FORMAT, ROUNDED), WARPS, KEYS, FORMAT)
+def decode_keys(x, raw, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
+    """Operand [KEYS, 128], dimensions in the order of labels, of what `load_index_keys` gave."""
+    tile = decoded_keys(x, raw, 1, KEYS, FORMAT, ROUNDED)
+    return settle(tl.reshape(tl.permute(tile, [0, 1, 2, 4, 6, 7, 3, 5]), [KEYS, 128]))
 
 
 @triton.jit
 def decoded_keys(x, raw, WARPS: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
-    """What `label_dims` takes: [KEYS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0]. ROUNDED: NVFP4 is read as E4M3."""
+    """Tile [KEYS / 8, WARPS, 8 g, 4 t, 4 w, 2 h, 2 i1, 2 i0] of raw bits in rows of (rep, warp, g, t). ROUNDED: NVFP4 is read as E4M3."""
     if FORMAT == NVFP4:
-        first, second = raw & 0xFF, (raw >> 8) & 0xFF
-        if ROUNDED:
-            first, second = finite(first), finite(second)
-        scales = block_scales(tl.join(first, second))  # [lanes, 2 groups]
+        scales = key_scales(raw, ROUNDED)
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * WARPS * 4, 2, 4]), [KEYS * WARPS * 4, 4, 2])
         tile = nibbles(halves(x), scales)
         if ROUNDED:

@@ -265,3 +265,15 @@ def test_wrong_pages_are_refused():
     case = make([1], [300], "nvfp4", groups=2, heads=4)
     with pytest.raises(ValueError, match="pages must be uint8"):
         msa_ops.sparse_attention(case.q, Pages(case.index.data, case.index.table), torch.zeros(1, 2, 4, dtype=torch.int32), case.batch, 0.1)
+
+
+def test_rounded_reads_are_e4m3_of_what_the_pages_hold():
+    """Choice and attention over NVFP4 pages read as E4M3 against packed keys and values rounded so."""
+    case = make([3, 1], [300, 2500], "nvfp4", seed=12)
+    index = case.packed_index._replace(keys=kv.round_e4m3(case.packed_index.keys))
+    packed = case.packed._replace(keys=kv.round_e4m3(case.packed.keys), values=kv.round_e4m3(case.packed.values))
+    chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG, rounded=True)
+    assert torch.equal(chosen, msa_ops.index_topk(case.index_q, index, case.batch, CONFIG))
+    have, plain = (msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, 0.1, rounded=r) for r in (True, False))
+    assert torch.equal(have, msa_ops.sparse_attention(case.q, packed, chosen, case.batch, 0.1))
+    assert not torch.equal(have, plain)

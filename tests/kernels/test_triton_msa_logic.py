@@ -122,6 +122,13 @@ def test_scale_bytes_of_two_words(tiles):
     assert np.array_equal(have, want)
 
 
+def test_both_scales_of_a_key_at_once(tiles):
+    """All pairs of scale bytes, NaN too, as `block_scales` has them: four places up, one in each half."""
+    first, second = (a.ravel().astype(np.uint32) for a in np.meshgrid(np.arange(128), np.arange(128), indexing="ij"))
+    have = (first | second << 8) * np.uint32(tiles.SCALE_COPIES.value) & np.uint32(tiles.SCALE_BITS.value)
+    assert np.array_equal(have, first << 4 | second << 20)
+
+
 def test_every_value_that_nvfp4_holds_is_rounded_as_the_reference_rounds(tiles):
     """Codes times scales, times 2^-7, in bf16: to E4M3 and back, saturating at 448."""
     scale = e4m3_values(torch.arange(0x7F, dtype=torch.uint8))
