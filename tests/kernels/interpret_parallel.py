@@ -125,6 +125,11 @@ def case_of(call: int):
     return make(*CONTEXTS[call], "nvfp4", groups=2, heads=2, integers=True, seed=call)
 
 
+def tagged(words: Tensor, tag: int) -> int:
+    """Words of an inbox's first row that have a tag: 1 + the count of calls modulo 500."""
+    return int((words[:, :, 0] >> 54 == tag).sum())
+
+
 def choices(rank: int) -> list[Tensor]:
     """Every call with every configuration, past the end of the count of calls; no rank waits for another but by the tags."""
     found = []
@@ -137,9 +142,12 @@ def choices(rank: int) -> list[Tensor]:
             keys, share = spread(case.index, case.batch, WORLD)[rank]
             scores = triton_msa.index_scores(case.index_q, keys, share.local)
             out = torch.full((*case.index_q.shape[:2], config.topk), -7, dtype=torch.int32)
-            if (rank, call) == (1, 1):  # the others have what they need of this rank, and go on to their next call
+            if (rank, call) == (1, 1):
+                # The others have what they need of this rank, and write of their next call before it reads of this one.
                 exchange(scores, share, config, inbox, out, send=True, merge=False)
-                time.sleep(1)
+                while tagged(memory.local, 1) < (WORLD - 1) * config.topk:
+                    time.sleep(0.01)
+                check("an inbox that was written to too early", tagged(memory.local, 500) == WORLD * config.topk)
                 exchange(scores, share, config, inbox, out, send=False, merge=True)
             else:
                 exchange(scores, share, config, inbox, out, send=True, merge=True)
