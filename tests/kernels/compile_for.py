@@ -139,7 +139,7 @@ def pages() -> None:
             main = torch.zeros((2 * count, 2 * groups, 128, 72) if packed else (2 * count, groups, 128, 256), dtype=dtype)
             index = torch.zeros((2 * count, 128, 72) if packed else (2 * count, 128, 128), dtype=dtype)
             kv_insert(q, k, v, index_q, index_k, norms, (angles, angles), batch.position, slots, main, index)
-            kv_insert(q, k, v, None, None, norms, (angles, angles), batch.position, slots, main, None)
+            kv_insert(q, k, v, None, None, norms._replace(index_q=None, index_k=None), (angles, angles), batch.position, slots, main, None)
             chosen = index_topk(index_q, Pages(index, table), batch, config)
             sparse_attention(q, Pages(main, table), chosen, batch, 0.1)
             dense_attention(q, Pages(main, table), batch, 0.1)
