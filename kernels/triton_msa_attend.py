@@ -59,11 +59,10 @@ def _finish(top, sums, values, FORMAT: tl.constexpr):
 
 @triton.jit
 def _offset(table_ptr, block, page_stride, token_stride, PAGED: tl.constexpr):
-    """Of a block, in elements; block -1 reads as 0."""
-    block = tl.maximum(block, 0)
+    """Of a block, in elements; for -1 it is that of page 0, which can be read, or of the first keys, which are masked."""
     if PAGED:
-        return tl.load(table_ptr + block).to(tl.int64) * page_stride
-    return (tl.load(table_ptr) + block * PAGE).to(tl.int64) * token_stride
+        return tl.load(table_ptr + block, mask=block >= 0, other=0).to(tl.int64) * page_stride
+    return (tl.load(table_ptr) + tl.maximum(block, 0) * PAGE).to(tl.int64) * token_stride
 
 
 @triton.jit

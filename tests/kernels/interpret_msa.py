@@ -80,6 +80,21 @@ def rounded_reads() -> None:
     close("attention to rounded keys", triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1, rounded=True)[0], out, 1e-5)
 
 
+def padding() -> None:
+    """A token at position -1 of a request whose table holds no page: nothing is read through it, and zeros come out."""
+    case = make([1, 1], [129, 300], "nvfp4", groups=1, heads=2)
+    position, table = case.batch.position.clone(), case.cache.table.clone()
+    position[1], table[1] = -1, 2**30
+    batch = case.batch._replace(position=position)
+    chosen = triton_msa.index_topk(case.index_q, case.index._replace(table=table), batch, CONFIG, None)
+    check("no choice", bool((chosen[1] == -1).all() and (chosen[0, :, :2] >= 0).all()))
+    for split in (0, 4, 32):
+        triton_msa.SPLIT, default = split, triton_msa.SPLIT
+        have, _ = triton_msa.attend(case.q.float(), case.cache._replace(table=table), chosen, batch, 0.1)
+        triton_msa.SPLIT = default
+        check("zeros", not have[1].any() and bool(have[0].any()))
+
+
 def parts_of_a_long_batch() -> None:
     """More queries than scores are held for: some at a time, with the choices of all at once.
 
@@ -133,6 +148,7 @@ def main() -> None:
         raise SystemExit("set TRITON_INTERPRET=1")
     choice_and_attention()
     rounded_reads()
+    padding()
     parts_of_a_long_batch()
     inserted_bytes()
     gradients_of_packed_keys()

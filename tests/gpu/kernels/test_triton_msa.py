@@ -132,6 +132,13 @@ def test_padding_gives_no_choice_and_zeros():
     assert (chosen[[1, 4]] == -1).all() and (chosen[[0, 2, 3], :, 0] >= 0).all()
     out = msa_ops.sparse_attention(case.q, case.cache, chosen, batch, SCALE)
     assert not out[[1, 4]].any() and out[[0, 2, 3]].flatten(1).any(1).all()
+    # A request that is all padding may have a table that says nothing.
+    position[3] = -1
+    table = case.cache.table.clone()
+    table[1] = 2**30
+    chosen = msa_ops.index_topk(case.index_q, Pages(case.index.data, table), batch, CONFIG)
+    assert same(msa_ops.sparse_attention(case.q, Pages(case.cache.data, table), chosen, batch, SCALE)[:3], out[:3])
+    assert (chosen[3:] == -1).all()
 
 
 def test_decode_prefill_and_training_have_the_same_bits():
