@@ -181,12 +181,6 @@ def _kernels_take(q: Tensor, block: int) -> bool:
     return fast_path(q) and q.shape[-1] == DIM and block == BLOCK and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
-def _as_read(cache: Pages | Packed, x: Tensor, rounded: bool) -> Tensor:
-    """`x`, read from `cache`; of NVFP4 pages as E4M3 where `rounded`, with 0 for what a NaN scale makes, as `quant.kv` has it."""
-    pages = isinstance(cache, Pages) and cache.data.dtype == torch.uint8
-    return kv.round_e4m3(x.nan_to_num(0.0)) if rounded and pages else x
-
-
 def _requests(batch: Batch) -> list[tuple[int, slice, Tensor]]:
     """(request, its token rows, their positions) of every request that has a token which is no padding."""
     start = batch.start.tolist()
@@ -227,6 +221,12 @@ def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, 
 def _pick(rows: Tensor, at: Tensor) -> Tensor:
     """fp32 rows; E4M3 as bytes, which can be indexed on every device."""
     return rows.view(torch.uint8)[at].view(rows.dtype).float() if rows.dtype == torch.float8_e4m3fn else rows[at].float()
+
+
+def _as_read(cache: Pages | Packed, x: Tensor, rounded: bool) -> Tensor:
+    """`x`, read from `cache`; of NVFP4 pages as E4M3 where `rounded`, with 0 for what a NaN scale makes, as `quant.kv` has it."""
+    pages = isinstance(cache, Pages) and cache.data.dtype == torch.uint8
+    return kv.round_e4m3(x.nan_to_num(0.0)) if rounded and pages else x
 
 
 def default_scale(dim: int = DIM) -> float:
