@@ -88,7 +88,7 @@ def index_topk(
         return triton_msa.index_topk(index_q, keys, batch, config, out, rounded)
     chosen = torch.full((*index_q.shape[:2], config.topk), -1, dtype=torch.int32, device=index_q.device) if out is None else out.fill_(-1)
     for r, rows, q_pos in _requests(batch):
-        k = _as_read(keys, _index_keys(keys, r, int(q_pos.max()) + 1, index_q.shape[2]), rounded)
+        k = _index_keys(keys, r, int(q_pos.max()) + 1, index_q.shape[2], rounded)
         chosen[rows] = msa.select_blocks(index_q[None, rows], k[None], q_pos[None].long(), config)[0]
     return chosen
 
@@ -108,7 +108,7 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
         return triton_msa.sparse_attention(q, cache, chosen, batch, scale, rounded)
     out = torch.zeros_like(q)
     for r, rows, q_pos in _requests(batch):
-        k, v = (_as_read(cache, x, rounded) for x in _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2]))
+        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, chosen.shape[1], q.shape[2], rounded)
         args = (q[None, rows], k[None], v[None], q_pos[None].long(), scale, chosen[None, rows])
         out[rows] = msa.attend(*args)[0]
     return out
@@ -194,14 +194,14 @@ def _slots(pages: Pages, request: int, length: int) -> Tensor:
     return pages.table[request].long()[position // BLOCK] * BLOCK + position % BLOCK
 
 
-def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int) -> Tensor:
+def _index_keys(keys: Pages | Packed, request: int, length: int, dim: int, rounded: bool = False) -> Tensor:
     """fp32 [length, D]."""
     if isinstance(keys, Packed):
         start = int(keys.start[request])
         return keys.keys[start : start + length].float()
     slots = _slots(keys, request, length)
     if keys.data.dtype == torch.uint8:
-        return kv.read_index_pages(keys.data, slots, dim)
+        return kv.read_index_pages(keys.data, slots, dim, rounded=rounded)
     return _pick(keys.data.reshape(-1, dim), slots)
 
 
@@ -212,7 +212,7 @@ def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, 
         return cache.keys[start : start + length].float(), cache.values[start : start + length].float()
     slots = _slots(cache, request, length)
     if cache.data.dtype == torch.uint8:
-        return kv.read_pages(cache.data, slots, dim)
+        return kv.read_pages(cache.data, slots, dim, rounded=rounded)
     places = slots[:, None] // BLOCK * groups + torch.arange(groups, device=slots.device)
     both = _pick(cache.data.reshape(-1, 2 * dim), places * BLOCK + slots[:, None] % BLOCK)  # [length, G, 2 D]
     return both[..., :dim], both[..., dim:]
@@ -221,12 +221,6 @@ def _keys_values(cache: Pages | Packed, request: int, length: int, groups: int, 
 def _pick(rows: Tensor, at: Tensor) -> Tensor:
     """fp32 rows; E4M3 as bytes, which can be indexed on every device."""
     return rows.view(torch.uint8)[at].view(rows.dtype).float() if rows.dtype == torch.float8_e4m3fn else rows[at].float()
-
-
-def _as_read(cache: Pages | Packed, x: Tensor, rounded: bool) -> Tensor:
-    """`x`, read from `cache`; of NVFP4 pages as E4M3 where `rounded`, with 0 for what a NaN scale makes, as `quant.kv` has it."""
-    pages = isinstance(cache, Pages) and cache.data.dtype == torch.uint8
-    return kv.round_e4m3(x.nan_to_num(0.0)) if rounded and pages else x
 
 
 def default_scale(dim: int = DIM) -> float:
