@@ -6,6 +6,7 @@ import torch
 from samebits.kernels import msa, msa_ops
 from samebits.kernels.msa import SparseConfig
 from samebits.kernels.msa_ops import Batch, Pages, batch_of
+from samebits.quant import kv
 from tests.support.msa_cases import FORMATS, make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -187,11 +188,12 @@ def test_rounded_reads_have_the_bits_of_the_rounded_values(kernels):
     for data in (case.cache.data, case.index.data):
         scales = data.view(*data.shape[:-2], -1)[..., 8192:]
         scales[torch.rand(scales.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.01] = 0x7E
-    spans = [(r, n) for r, n in enumerate(total)]
-    read = [msa_ops._keys_values(case.cache, r, n, 4, 128, rounded=True) for r, n in spans]
-    packed = case.packed._replace(keys=torch.cat([k for k, _ in read]).bfloat16(), values=torch.cat([v for _, v in read]).bfloat16())
-    index = torch.cat([msa_ops._index_keys(case.index, r, n, 128, rounded=True) for r, n in spans]).bfloat16()
-    assert not torch.equal(packed.keys, torch.cat([msa_ops._keys_values(case.cache, r, n, 4, 128)[0] for r, n in spans]).bfloat16())
+    slots = [msa_ops._slots(case.cache, r, n) for r, n in enumerate(total)]
+    k, v = kv.read_pages(case.cache.data, torch.cat(slots), 128, torch.bfloat16, rounded=True)
+    packed = case.packed._replace(keys=k, values=v)
+    slots = [msa_ops._slots(case.index, r, n) for r, n in enumerate(total)]
+    index = kv.read_index_pages(case.index.data, torch.cat(slots), 128, torch.bfloat16, rounded=True)
+    assert (k != case.packed.keys).any() and k.float().abs().max() == 448
     valid = torch.arange(case.index.table.shape[1], device="cuda") <= (case.batch.position // 128)[:, None]
     scores = [
         kernels.index_scores(case.index_q, keys, case.batch, rounded=True)[..., : max(total) // 128 + 1]
