@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from samebits.quant.adapter import AdapterSpec, target_roles
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
-from samebits.quant.profile import ProfileMismatch, require_same
+from samebits.quant.profile import Format, ProfileMismatch, require_same
 from samebits.quant.roles import Role
 
 from .config import DataSource, Grading, Recipe, RecipeError, require_device, verl_defaults
@@ -241,7 +241,14 @@ def _adapter(recipe: Recipe, model: Model) -> AdapterSpec:
 
 
 def _numerics(recipe: Recipe, gpu: Gpu | None) -> None:
-    profile = recipe.profile
+    profile, parity = recipe.profile, recipe.numerics.parity
+    if parity not in ("auto", "bitwise"):
+        raise RecipeError(f"numerics.parity must be auto or bitwise, not {parity!r}")
+    if parity == "bitwise" and (recipe.device != "cuda" or profile.activations == Format.FP32):
+        raise RecipeError(
+            f"numerics.parity=bitwise does not hold with profile {profile.name} on {recipe.device}: torch sums batches of other shapes in "
+            "other orders there, and logprobs agree to some 1e-6 nats only; it is a promise of w4a16 on a GPU from Hopper on"
+        )
     if recipe.numerics.hash is not None and recipe.numerics.hash != profile.hash:
         raise RecipeError(f"numerics.hash is {recipe.numerics.hash}, but profile {profile.name} has hash {profile.hash}")
     if profile.activations == "nvfp4" and gpu is not None and not gpu.nvfp4_mma:

@@ -58,7 +58,10 @@ def test_peft_config_names_version_and_numerics(m3):
     train(built, random_batch(4, VOCAB))
     _, config = built.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     assert (config["r"], config["lora_alpha"]) == (8, 8), "the scale is inside B"
-    assert config["samebits"] == {"version": 1, "profile": built.module.profile.hash}
+    origin, tensors = config["samebits"], adapter(built)
+    assert (origin["version"], origin["profile"]) == (1, built.module.profile.hash)
+    announced = {name: (shape, origin["dtype"]) for name, shape in origin["shapes"].items()}
+    assert announced == {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
     assert {"w1", "w2", "w3", "q_proj", "gate_proj"} <= set(config["target_modules"])
 
 
