@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from rich.console import Console
 
 from .terminal import fail, quiet_job, require_writable, write_json

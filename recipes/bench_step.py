@@ -37,6 +37,8 @@ class Phase:
     """(name, key) of what lies inside it."""
 
 
+SYNC_PARTS = ("export", "digest", "share", "write", "load", "verify")
+"""What a sync is made of, in order; a path over the host has no share, one on the GPU no write."""
 PHASES = (
     Phase("rollout", "time/rollout", (("generate", "time/generate"), ("reward", "time/reward"), ("enqueue", "time/enqueue"))),
     Phase("collect", "time/collect", (("sleep", "time/sleep"),)),
@@ -44,12 +46,7 @@ PHASES = (
     Phase("full check", "time/check"),
     Phase("advantage", "time/advantage"),
     Phase("train", "time/train", (("forward", "time/forward"), ("backward", "time/backward"), ("optimizer", "time/optimizer"))),
-    Phase(
-        "sync",
-        "time/sync",
-        tuple((name, f"sync/{name}_seconds") for name in ("export", "digest", "share", "write", "load", "verify"))
-        + (("wake", "time/wake"),),
-    ),
+    Phase("sync", "time/sync", (*((name, f"sync/{name}_seconds") for name in SYNC_PARTS), ("wake", "time/wake"))),
     Phase("check of the sync", "time/sync_check"),
 )
 
@@ -213,7 +210,8 @@ def full_weights(recipe: Recipe) -> tuple[int | None, int | None]:
 def show(result: Mapping[str, Any], console: Console) -> None:
     """The tables."""
     seconds, tokens = result["seconds"], result["tokens"]
-    title = f"{result['subject']}: a step of {seconds['step']:.3f} s ({seconds['fastest']:.3f} to {seconds['slowest']:.3f}), {result['steps']} steps"
+    span = f"{seconds['fastest']:.3f} to {seconds['slowest']:.3f}"
+    title = f"{result['subject']}: a step of {seconds['step']:.3f} s ({span} in {result['steps']} steps)"
     table = Table(title=f"{title}, {result['profile']} on {result['device']}")
     table.add_column("phase")
     for name in ("seconds", "share"):

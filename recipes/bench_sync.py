@@ -19,13 +19,12 @@ from rich.table import Table
 
 from samebits.alignment_checks.weights import verify_sync
 
-from .bench_step import full_weights
+from .bench_step import SYNC_PARTS, full_weights
 from .config import Recipe, RecipeError, load_recipe
-from .job import launched, open_trainer, versions
+from .job import launched, open_trainer, outcome, versions
 from .phases import sync_metrics
 
 SCHEMA = "samebits.bench.sync/1"
-PARTS = ("export", "digest", "share", "write", "load", "verify")
 
 
 @ray.remote(num_cpus=1)
@@ -62,15 +61,10 @@ def run(recipe: str, overrides: Sequence[str], repeat: int, console: Console, ve
     with tempfile.TemporaryDirectory(prefix="samebits-bench-") as folder:
         own, verl = load_recipe(recipe, [*overrides, f"run_dir={folder}/run", "trainer.val_before_train=false"], planned=True)
         with launched(own, verl, verbose) as (config, options):
-            found = _wait(SyncRunner.options(**options).remote().run.remote(config, own, repeat), console)
+            job = SyncRunner.options(**options).remote().run.remote(config, own, repeat)
+            with console.status("trainer and engine start, then they sync"):
+                found = outcome(job)
     return result(recipe, own, found)
-
-
-def _wait(job: Any, console: Console) -> dict[str, Any]:
-    from .job import outcome
-
-    with console.status("starting trainer and engine, then syncs"):
-        return outcome(job)
 
 
 def result(subject: str, recipe: Recipe, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +74,7 @@ def result(subject: str, recipe: Recipe, found: Mapping[str, Any]) -> dict[str, 
     def median(key: str) -> float:
         return statistics.median(sync[key] for sync in syncs)
 
-    keys = {name: f"sync/{name}_seconds" for name in PARTS if f"sync/{name}_seconds" in syncs[0]}
+    keys = {name: f"sync/{name}_seconds" for name in SYNC_PARTS if f"sync/{name}_seconds" in syncs[0]}
     parts = {name: median(key) for name, key in keys.items()}
     seconds, size, copy = median("seconds"), syncs[0]["bytes"], found["copy_seconds"]
     parts["rest"] = statistics.median(sync["seconds"] - sum(sync[key] for key in keys.values()) for sync in syncs)

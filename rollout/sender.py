@@ -65,7 +65,7 @@ class AdapterSender(ServerAdapter):
         if reason is None:
             tensors, flat, digester = _laid_out(weights, origin, device)
         else:
-            tensors, flat, digester = *_on_host(weights), None
+            tensors, flat, digester = _on_host(weights)
         meter.enter("digest")
         manifest = Manifest.of(tensors, origin["version"], origin["profile"], digester.finish())
         fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
@@ -137,10 +137,10 @@ def _laid_out(weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], dev
     return views, flat, digester
 
 
-def _on_host(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], Digester]:
-    """Copies of the tensors on the host, and the digester of what came."""
+def _on_host(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], None, Digester]:
+    """(copies of the tensors on the host, no buffer, digester of what came)."""
     tensors, digester = {}, Digester()
     for name, t in weights:
         digester.add(name, t)
         tensors[name] = t.detach().to("cpu", copy=True)
-    return tensors, digester
+    return tensors, None, digester
