@@ -188,7 +188,10 @@ def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> 
     init |= {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "WARNING"}
     nodes, address = verl.trainer.nnodes, os.environ.get("RAY_ADDRESS")
     if nodes == 1 and not address:
-        ray.init(address="local", include_dashboard=False, **init)
+        try:
+            ray.init(address="local", include_dashboard=False, **init)
+        except Exception as error:  # Ray has no class of its own for a node that did not start
+            raise JobFailed(f"Ray did not start on this machine: {_one_line(error)}") from error
         return
     for size in ("num_cpus", "num_gpus"):
         init.pop(size, None)  # a cluster that runs has its sizes

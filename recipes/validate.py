@@ -290,11 +290,14 @@ def _correction(verl: DictConfig) -> None:
             f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}, use samebits_tis"
         )
     if correction.rollout_is != "token":
-        raise RecipeError(f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: the objective corrects by token")
+        raise RecipeError(
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: the objective corrects by token; "
+            "ablation.importance_sampling=false leaves that out"
+        )
     if not correction.bypass_mode:
         raise RecipeError(
             "importance sampling is configured but inactive: algorithm.rollout_correction.bypass_mode=false recomputes old logprobs, "
-            "while rollout logprobs are the old logprobs here"
+            "while rollout logprobs are the old logprobs here; ablation.recompute_old_logprobs=true measures the other way"
         )
     cap = correction.rollout_is_threshold
     if isinstance(cap, str) or not cap >= 1:
