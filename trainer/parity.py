@@ -81,11 +81,13 @@ def require_same_bits(
         record: (row, tokens) to the taps of that many first tokens of a sequence; every rank calls it or none.
     """
     found = first_difference(logprobs, micro)
+    lost = torch.tensor(found is not None, dtype=torch.int32, device=logprobs.device)
+    dist.all_reduce(lost, dist.ReduceOp.MAX, group=group)
+    if not lost:
+        return
     said: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, None if found is None else _message(found, micro, whole, step), group=group)
-    first = next((rank for rank, text in enumerate(said) if text is not None), None)
-    if first is None:
-        return
+    first = next(rank for rank, text in enumerate(said) if text is not None)
     row, token = (0, 1) if found is None else (found.row, found.token)
     taps = record(row, token)
     if dist.get_rank(group) == first:

@@ -213,6 +213,22 @@ def test_what_goes_wrong_between_export_and_slot_shows_in_the_answer(monkeypatch
     assert server._adapter_version is None
 
 
+def test_a_layout_that_loses_tensors_on_both_sides_is_no_agreement(monkeypatch):
+    """Sender and engine share the layout: had the digests been taken of the buffer, both would agree on what was lost in it."""
+    of = FlatLayout.of.__func__
+
+    def overlapping(cls, names, shapes, dtype):
+        layout = of(cls, names, shapes, dtype)
+        return cls(dtype, {name: (0, shape) for name, (_, shape) in layout.places.items()}, layout.numel)
+
+    monkeypatch.setattr(FlatLayout, "of", classmethod(overlapping))
+    handles = HostHandles()
+    sender, server = pair([Worker(handles)], handles)
+    send(sender, tensors(), 0)
+    found = report(server)
+    assert Manifest.from_json(found["sent"]).differences(Manifest.from_json(found["held"][0])) and server._adapter_version is None
+
+
 def test_another_device_gets_a_file_and_the_report_says_so():
     worker = Worker(HostHandles("host-1"))
     sender, server = pair([worker], HostHandles("host-0"))
