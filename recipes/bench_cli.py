@@ -16,8 +16,7 @@ from rich.console import Console
 
 from .terminal import fail, quiet_job, require_writable, write_json
 
-bench_app = typer.Typer(name="bench", help="Measure a training step, an adapter sync, or kernels.", no_args_is_help=True)
-console = Console()
+bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
 KERNELS = {"moe": "samebits.kernels.bench_moe", "msa": "samebits.kernels.bench_msa"}
 """Modules of which each has `run(save)`, which gives `right` beside the figures, and `show`."""
 
@@ -42,6 +41,7 @@ def kernels(
         raise fail("kernels and reference disagree", 1)
 
 
+console = Console()
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="also write the results to this file")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show what verl, Ray and vLLM print")]

@@ -29,7 +29,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(verify_app, name="verify")
 app.command("eval")(evaluate)
 app.command("serve")(serve)
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", help="Measure a training step, an adapter sync, or kernels on this machine's GPU.")
 console = Console()
 
 

@@ -408,12 +408,7 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
     OmegaConf.set_struct(verl, False)
     for key, value in derived.items():
         OmegaConf.update(verl, key, value)
-    numerics = {
-        "samebits_profile": recipe.profile.name,
-        "samebits_kv_cache": recipe.numerics.kv_cache,
-        "samebits_parity": str(folder / PARITY) if recipe.numerics.parity == "bitwise" else None,
-        "samebits_old_logprobs": "recomputed" if recipe.ablation.recompute_old_logprobs else "rollout",
-    }
+    numerics = {"samebits_profile": recipe.profile.name, "samebits_kv_cache": recipe.numerics.kv_cache}
     verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, numerics)
     # verl's V1 trainer reads the correction from the algorithm, the loss reads it from the actor: keep one.
     verl.actor_rollout_ref.actor.policy_loss.rollout_correction = {
@@ -422,6 +417,11 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
     }
     if not recipe.ablation.importance_sampling:
         verl.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is = None
+    trainer = {
+        "samebits_parity": str(folder / PARITY) if recipe.numerics.parity == "bitwise" else None,
+        "samebits_old_logprobs": "recomputed" if recipe.ablation.recompute_old_logprobs else "rollout",
+    }
+    verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, trainer)
     engine = verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
     engine_options = {"additional_config": {"samebits": profile_options}, "distributed_executor_backend": "uni"}
     verl.actor_rollout_ref.rollout.engine_kwargs["vllm"] = OmegaConf.merge(engine_options, engine)
