@@ -69,3 +69,17 @@ def compare(trainer: dict[str, Tensor], engine: dict[str, Tensor], limits: Limit
 def first_parting(steps: list[Step]) -> Step | None:
     """The first step that parts, or None."""
     return next((s for s in steps if s.parts), None)
+
+
+def first_difference(trainer: dict[str, Tensor], engine: dict[str, Tensor]) -> Step | None:
+    """The first point at which any bit differs, for runs in which none may, or None. `token` is the first row that does."""
+    for point, ours in trainer.items():
+        theirs = engine.get(point)
+        if theirs is None or theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+            return Step(point, float("inf"), 0.0, None)
+        a, b = (t.reshape(len(t), -1).contiguous().view(torch.uint8) for t in (ours, theirs))
+        rows = (a != b).any(1)
+        if rows.any():
+            gap = (ours.double() - theirs.double()).abs().max().item()
+            return Step(point, gap, 0.0, int(rows.int().argmax()))
+    return None

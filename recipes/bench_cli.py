@@ -1,24 +1,24 @@
-"""`samebits bench`: speed of what the project adds, beside what it must beat. Benchmarks live with their code; this starts them."""
+"""`samebits bench`: what a step is made of, what a sync costs, and how fast kernels are beside what they must beat.
+
+Benchmarks live with their code; this starts them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from .terminal import fail, require_writable, write_json
+from .terminal import fail, quiet_job, require_writable, write_json
 
 bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
 KERNELS = {name: f"samebits.kernels.bench_{name}" for name in ("moe", "msa", "dense")}
 """Modules of which each has `run(save)`, which gives `right` beside the figures, and `show`."""
-
-
-@bench_app.callback()
-def _group() -> None:
-    """Keeps `bench` a group while it has one command."""
 
 
 @bench_app.command("kernels")
@@ -39,3 +39,68 @@ def kernels(
     module.show(result)
     if not result["right"]:
         raise fail("kernels and reference disagree", 1)
+
+
+console = Console()
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, of the recipe or of verl")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="also write the results to this file")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show what verl, Ray and vLLM print")]
+
+
+@bench_app.command("step")
+def step(
+    subject: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one; or the directory of a run")],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure; of a run all are")] = 8,
+    warm_up: Annotated[int, typer.Option(min=0, help="steps before them, which are left out")] = 2,
+    json_file: JsonFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Time by phase, tokens a second, memory and bytes on the wire of real training steps."""
+    require_writable(json_file)
+    from . import bench_step
+
+    folder = Path(subject)
+    if (folder / "metrics.jsonl").is_file():
+        if overrides:
+            raise fail(f"{subject} is a finished run: {overrides[0]} would change nothing")
+        result = _measured(lambda: bench_step.of_run(folder, warm_up))
+    else:
+        quiet_job(verbose)
+        result = _measured(lambda: bench_step.run(subject, overrides or [], steps, warm_up, console, verbose))
+    bench_step.show(result, console)
+    write_json(json_file, result)
+
+
+@bench_app.command("sync")
+def sync(
+    recipe: Annotated[str, typer.Argument(help="recipe file, or the name of a shipped one")],
+    overrides: Overrides = None,
+    repeat: Annotated[int, typer.Option(min=1, help="syncs to measure, after a first one")] = 10,
+    json_file: JsonFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Seconds of an adapter's sync part by part, beside a plain copy of its bytes on the device."""
+    require_writable(json_file)
+    quiet_job(verbose)
+    from . import bench_sync
+
+    result = _measured(lambda: bench_sync.run(recipe, overrides or [], repeat, console, verbose))
+    bench_sync.show(result, console)
+    write_json(json_file, result)
+
+
+def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of `measure`; whatever keeps it from being measured is one line."""
+    from .bench_step import NotMeasured
+    from .config import RecipeError
+    from .job import JobFailed
+
+    try:
+        return measure()
+    except (RecipeError, NotMeasured) as error:
+        raise fail(str(error), 2) from None
+    except KeyboardInterrupt:
+        raise fail("interrupted", 130) from None
+    except JobFailed as error:
+        raise fail(f"stopped: {error}", 1) from None

@@ -5,8 +5,6 @@ Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input.
 
 from __future__ import annotations
 
-import os
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +15,7 @@ from .bench_cli import bench_app
 from .evaluate_cli import evaluate
 from .plan_cli import plan_app
 from .serve_cli import serve
-from .terminal import fail, write_json
+from .terminal import fail, quiet_job, write_json
 from .verify_cli import verify_app
 
 app = typer.Typer(
@@ -31,7 +29,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(verify_app, name="verify")
 app.command("eval")(evaluate)
 app.command("serve")(serve)
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", help="Measure a training step, an adapter sync, or kernels on this machine's GPU.")
 console = Console()
 
 
@@ -48,11 +46,7 @@ def train(
         raise typer.Exit(_check(recipe, overrides or [], json_file))
     if json_file is not None:
         raise fail("--json goes with --check; a run writes summary.json", 2)
-    if not verbose:
-        warnings.simplefilter("ignore")  # verl warns about each optional engine that is not installed
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
+    quiet_job(verbose)
     from .config import RecipeError, load_recipe
     from .job import JobFailed, print_summary
     from .job import train as run

@@ -27,6 +27,8 @@ from samebits.quant.profile import NumericsProfile, get_profile
 from .data import reward_function
 
 RECIPES = Path(__file__).parent
+PARITY = "parity"
+"""Folder of a run in which the first logprob that broke `numerics.parity=bitwise` is recorded."""
 
 
 class RecipeError(ValueError):
@@ -43,6 +45,8 @@ class Numerics:
     """KV cache format; auto: the profile's own, or nvfp4."""
     hash: str | None = None
     """Hash the profile must have; unset: any."""
+    parity: str = "auto"
+    """bitwise: every logprob of the trainer must have the bits of the engine's, or the job stops; auto: `checks` say how near is enough."""
 
 
 @dataclass
@@ -77,6 +81,16 @@ class Checks:
     """The trainer replays the engine's expert choices; false allows a run without."""
     base_weights: bool = True
     """Compare the engine's base weights with the checkpoint before the first step."""
+
+
+@dataclass
+class Ablation:
+    """What the objective or the step leave out on purpose, to measure what it is worth. The defaults leave nothing out."""
+
+    importance_sampling: bool = True
+    """Weigh tokens by min(exp(trainer - engine), cap); false: every weight is 1."""
+    recompute_old_logprobs: bool = False
+    """Take the old logprobs of the objective from an extra forward of the trainer, not from the engine."""
 
 
 @dataclass
@@ -170,6 +184,7 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     recompute: Recompute = field(default_factory=Recompute)
     checks: Checks = field(default_factory=Checks)
+    ablation: Ablation = field(default_factory=Ablation)
     data_source: DataSource = field(default_factory=DataSource)
     grading: Grading = field(default_factory=Grading)
     tracking: Tracking = field(default_factory=Tracking)
@@ -410,6 +425,13 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
         "_target_": "verl.trainer.config.algorithm.RolloutCorrectionConfig",
         **OmegaConf.to_container(verl.algorithm.rollout_correction, resolve=True),
     }
+    if not recipe.ablation.importance_sampling:
+        verl.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is = None
+    trainer = {
+        "samebits_parity": str(folder / PARITY) if recipe.numerics.parity == "bitwise" else None,
+        "samebits_old_logprobs": "recomputed" if recipe.ablation.recompute_old_logprobs else "rollout",
+    }
+    verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, trainer)
     engine = verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
     engine_options = {"additional_config": {"samebits": profile_options}, "distributed_executor_backend": "uni"}
     verl.actor_rollout_ref.rollout.engine_kwargs["vllm"] = OmegaConf.merge(engine_options, engine)

@@ -8,8 +8,10 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -25,6 +27,9 @@ from .config import Recipe, RecipeError
 from .data import task_data, write_task_data
 from .math_data import DataError
 from .validate import require_enough, validate
+
+if TYPE_CHECKING:
+    from .loop import SamebitsTrainer
 
 PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
 
@@ -51,23 +56,30 @@ class TaskRunner:
             held.close()
 
     def _train(self, config: DictConfig, recipe: Recipe) -> None:
-        import transfer_queue as tq
-
         from samebits.rollout.batch_loop import BatchLoop
 
-        from .loop import SamebitsTrainer
+        with open_trainer(config, recipe) as trainer:
+            trainer.init()
+            servers = trainer.llm_server_manager.server_handles
+            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
 
-        tq.init(config.transfer_queue)
+
+@contextmanager
+def open_trainer(config: DictConfig, recipe: Recipe) -> Iterator[SamebitsTrainer]:
+    """A trainer that is not initialised yet, and the transfer queue around it; for the driver's process."""
+    import transfer_queue as tq
+
+    from .loop import SamebitsTrainer
+
+    tq.init(config.transfer_queue)
+    try:
+        trainer = SamebitsTrainer(config, recipe)
         try:
-            trainer = SamebitsTrainer(config, recipe)
-            try:
-                trainer.init()
-                servers = trainer.llm_server_manager.server_handles
-                trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
-            finally:
-                trainer.log.close()
+            yield trainer
         finally:
-            tq.close()
+            trainer.log.close()
+    finally:
+        tq.close()
 
 
 def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = False) -> dict[str, Any]:
@@ -85,6 +97,19 @@ def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = Fa
 
 
 def _train_locked(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool) -> dict[str, Any]:
+    _prepare(recipe, verl)
+    total = verl.trainer.total_training_steps
+    if _finished(recipe, total):
+        console.print(f"{recipe.folder} has all {total} steps already")
+        return json.loads((recipe.folder / "summary.json").read_text())
+    started = time.time()
+    with _cluster(recipe, verl, verbose) as (config, options):
+        _follow(TaskRunner.options(**options).remote().run.remote(config, recipe), recipe.folder, total, console)
+    return _summarise(recipe, total, time.time() - started)
+
+
+def _prepare(recipe: Recipe, verl: DictConfig) -> None:
+    """Bring the run directory into order and tell verl where its data is. Raises `RecipeError`."""
     run_dir.prepare(recipe, verl)
     try:
         data = task_data(recipe)
@@ -97,23 +122,31 @@ def _train_locked(recipe: Recipe, verl: DictConfig, console: Console, verbose: b
         verl.data.train_files = [str(train_file)]
         verl.data.val_files = [str(test_file)]
     run_dir.repair_tracker(recipe.folder / "checkpoints")
-    total = verl.trainer.total_training_steps
-    if _finished(recipe, total):
-        console.print(f"{recipe.folder} has all {total} steps already")
-        return json.loads((recipe.folder / "summary.json").read_text())
+
+
+@contextmanager
+def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
+    """Ray for one job: (verl's configuration as its processes get it, options of the driver's actor). Raises `RecipeError`."""
     environment = _environment(recipe)
     os.environ |= environment
-    started = time.time()
     try:
         _start_ray(verl, verbose, environment)
         config = OmegaConf.create(OmegaConf.to_container(verl, resolve=True))
         config.transfer_queue.enable = True
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        job = TaskRunner.options(scheduling_strategy=here).remote().run.remote(config, recipe)
-        _follow(job, recipe.folder, total, console)
+        yield config, {"scheduling_strategy": here}
     finally:
         ray.shutdown()
-    return _summarise(recipe, total, time.time() - started)
+
+
+@contextmanager
+def launched(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
+    """What `train` does before its driver starts, for another driver: validation, run directory, Ray. Raises `RecipeError`."""
+    validate(recipe, verl)
+    with run_dir.lock(recipe.folder, "job"):
+        _prepare(recipe, verl)
+        with _cluster(recipe, verl, verbose) as started:
+            yield started
 
 
 def _finished(recipe: Recipe, total: int) -> bool:
@@ -155,7 +188,10 @@ def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> 
     init |= {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "WARNING"}
     nodes, address = verl.trainer.nnodes, os.environ.get("RAY_ADDRESS")
     if nodes == 1 and not address:
-        ray.init(address="local", include_dashboard=False, **init)
+        try:
+            ray.init(address="local", include_dashboard=False, **init)
+        except Exception as error:  # Ray has no class of its own for a node that did not start
+            raise JobFailed(f"Ray did not start on this machine: {_one_line(error)}") from error
         return
     for size in ("num_cpus", "num_gpus"):
         init.pop(size, None)  # a cluster that runs has its sizes
@@ -208,8 +244,13 @@ def _follow(job: Any, folder: Path, total: int, console: Console) -> None:
                 console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
             if done:
                 break
+    outcome(job)
+
+
+def outcome(job: Any) -> Any:
+    """What a driver returned, once it is done. Raises `JobFailed`."""
     try:
-        ray.get(job)
+        return ray.get(job)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         raise JobFailed(_with_engine_cause(_one_line(cause), _ray_logs())) from error

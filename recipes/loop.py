@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import numpy as np
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig
+from ray.exceptions import RayTaskError
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.utils.padding import response_from_nested
 
 from samebits.alignment_checks.in_run import AgreementLost, History, check_bases, check_batch, require_agreement
 from samebits.alignment_checks.limits import Limits
@@ -28,9 +31,12 @@ from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
 from samebits.trainer.m3_config import M3Dims
+from samebits.trainer.parity import ParityLost
 
 from .config import Recipe
 from .data import RECORD
+from .parity import parting_operation
+from .phases import step_phases, sync_metrics
 from .run_dir import MetricsLog, read_metrics, warn
 from .tracking import open_trackers
 
@@ -95,6 +101,8 @@ class SamebitsTrainer(PPOTrainerSync):
 
     def _compute_old_log_prob(self, batch, metrics):
         batch = super()._compute_old_log_prob(batch, metrics)
+        if self.recipe.ablation.recompute_old_logprobs:
+            self._recompute_old_logprobs(batch)
         every = self.recipe.checks.every
         if self._full_check_due or (every and self.global_steps % every == 0):
             started = time.perf_counter()
@@ -103,14 +111,27 @@ class SamebitsTrainer(PPOTrainerSync):
             self._step_metrics["time/check"] = time.perf_counter() - started
         return batch
 
-    def _full_check(self, batch) -> None:
-        """The trainer scores the batch before it learns from it: its logprobs and the routes against the engine's, and the base again."""
-        fields = ["prompts", "responses", "rollout_log_probs", "response_mask", "log_probs"]
-        replays = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    def _score(self, batch) -> None:
+        """One forward of the trainer over the batch: `log_probs` of each row, in the transfer queue."""
         asked = copy.copy(batch)
         temperature = self.config.actor_rollout_ref.rollout.temperature
         asked.extra_info = dict(batch.extra_info) | {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(asked)
+
+    def _recompute_old_logprobs(self, batch) -> None:
+        """The ablation: what the objective weighs against are the trainer's own logprobs, computed before the step."""
+        started = time.perf_counter()
+        self._score(batch)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["log_probs", "response_mask"])
+        data["old_log_probs"] = response_from_nested(data.pop("log_probs"), data["response_mask"])
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("old_log_probs"))
+        self._step_metrics["time/old_logprobs"] = time.perf_counter() - started
+
+    def _full_check(self, batch) -> None:
+        """The trainer scores the batch before it learns from it: its logprobs and the routes against the engine's, and the base again."""
+        fields = ["prompts", "responses", "rollout_log_probs", "response_mask", "log_probs"]
+        replays = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+        self._score(batch)
         wanted = [*fields, "routed_experts"] if replays else fields
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted)
         real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
@@ -122,6 +143,8 @@ class SamebitsTrainer(PPOTrainerSync):
         if replays:
             routes = [rows["routed_experts"][i][: p + r - 1].numpy() for i, p, r in zip(real, prompts, responses, strict=True)]
         limits = Limits.of(self.recipe.profile, self.recipe.checks.kl_warn, self.recipe.checks.max_kl)
+        if self.recipe.numerics.parity == "bitwise":
+            limits = replace(limits, max_abs=0.0, mean=0.0)
         engine = [rows["rollout_log_probs"][i].float() for i in real]
         results = check_batch(trainer, engine, routes, prompts, responses, self._dims, limits)
         if self.recipe.checks.base_weights:
@@ -133,6 +156,7 @@ class SamebitsTrainer(PPOTrainerSync):
         return M3Dims.from_config(Checkpoint(self.recipe.model_path).config)
 
     def _verify_sync(self) -> None:
+        started = time.perf_counter()
         reports = ray.get([s.sync_report.remote() for s in self.llm_server_manager.server_handles])
         with recorded("weights.held") as result:
             try:
@@ -151,6 +175,8 @@ class SamebitsTrainer(PPOTrainerSync):
             "sync/seconds": verdict.seconds,
             "sync/verified": True,
             "adapter/version": verdict.version,
+            **sync_metrics(reports),
+            "time/sync_check": time.perf_counter() - started,
         }
 
     def prepare_step(self) -> dict:
@@ -159,6 +185,8 @@ class SamebitsTrainer(PPOTrainerSync):
         found = super().prepare_step()
         loop = self.agent_loop_manager
         self._step_metrics |= {"time/rollout": time.perf_counter() - started, **loop.digests}
+        self._step_metrics |= {f"time/{name}": seconds for name, seconds in loop.seconds.items()}
+        self._step_metrics |= {f"tokens/{name}": count for name, count in loop.tokens.items()}
         self._step_metrics["response/truncated_fraction"] = loop.truncated_fraction
         return found
 
@@ -205,6 +233,7 @@ class SamebitsTrainer(PPOTrainerSync):
             "time/train": float(timing_raw["update_actor"]),
             "time/sync": float(timing_raw["update_weights"]),
             "time/step": float(timing_raw["step"]),
+            **step_phases(metrics, timing_raw),
         }
         line |= self._take_step_metrics()
         self.log.write(line)
@@ -212,9 +241,20 @@ class SamebitsTrainer(PPOTrainerSync):
             raise AgreementLost(
                 f"step {global_steps}: mismatch/kl {line['mismatch/kl']:.3e} passes the recipe's limit {self.recipe.checks.max_kl:.3e}"
             )
+        if self.recipe.numerics.parity == "bitwise" and line["mismatch/max_abs"] != 0:
+            raise AgreementLost(f"step {global_steps}: mismatch/max_abs {line['mismatch/max_abs']:.3e} breaks numerics.parity=bitwise")
         if self._save_due:
             self._save_due = False
             self._save_now()
+
+    def _update_actor(self, batch, metrics):
+        try:
+            return super()._update_actor(batch, metrics)
+        except RayTaskError as error:
+            if not isinstance(error.cause, ParityLost):
+                raise
+            where = parting_operation(self.llm_server_manager.server_handles[0], self.recipe.folder)
+            raise AgreementLost(f"{error.cause}; {where}") from None
 
     def _take_step_metrics(self) -> dict[str, Any]:
         taken, self._step_metrics = self._step_metrics, {}

@@ -42,10 +42,12 @@ _FREE_KEYS = (
     "trainer.save_freq",
     "trainer.test_freq",
     "trainer.max_actor_ckpt_to_keep",
+    "actor_rollout_ref.model.override_config.samebits_parity",
 )
 # What the data is, its fingerprint says: the same problems may come from another place.
 _FREE_OWN_KEYS = (
-    "checks", "fault", "threads", "run_dir", "tracking", "cluster", "data_source.train", "data_source.test", "data_source.without",
+    "checks", "fault", "numerics.parity", "threads", "run_dir", "tracking", "cluster",
+    "data_source.train", "data_source.test", "data_source.without",
 )  # fmt: skip
 
 

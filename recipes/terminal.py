@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import warnings
 from pathlib import Path
 
 import typer
@@ -13,6 +15,15 @@ def fail(message: str, status: int = 2) -> typer.Exit:
     """Print `message` as the one line of an error and return the exception to raise."""
     print(f"samebits: {message}", file=sys.stderr)
     return typer.Exit(status)
+
+
+def quiet_job(verbose: bool) -> None:
+    """The environment of a command that starts a job; before verl is imported. Not `verbose`: without what verl and vLLM say."""
+    if not verbose:
+        warnings.simplefilter("ignore")  # verl warns about each optional engine that is not installed
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
 
 
 def require_writable(*paths: Path | None) -> None:

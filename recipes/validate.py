@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from samebits.quant.adapter import AdapterSpec, target_roles
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
-from samebits.quant.profile import ProfileMismatch, require_same
+from samebits.quant.profile import Format, ProfileMismatch, require_same
 from samebits.quant.roles import Role
 
 from .config import DataSource, Grading, Recipe, RecipeError, require_device, verl_defaults
@@ -241,7 +241,14 @@ def _adapter(recipe: Recipe, model: Model) -> AdapterSpec:
 
 
 def _numerics(recipe: Recipe, gpu: Gpu | None) -> None:
-    profile = recipe.profile
+    profile, parity = recipe.profile, recipe.numerics.parity
+    if parity not in ("auto", "bitwise"):
+        raise RecipeError(f"numerics.parity must be auto or bitwise, not {parity!r}")
+    if parity == "bitwise" and (recipe.device != "cuda" or profile.activations == Format.FP32):
+        raise RecipeError(
+            f"numerics.parity=bitwise does not hold with profile {profile.name} on {recipe.device}: torch sums batches of other shapes in "
+            "other orders there, and logprobs agree to some 1e-5 nats only; it is a promise of w4a16 on a GPU from Hopper on"
+        )
     if recipe.numerics.hash is not None and recipe.numerics.hash != profile.hash:
         raise RecipeError(f"numerics.hash is {recipe.numerics.hash}, but profile {profile.name} has hash {profile.hash}")
     if profile.activations == "nvfp4" and gpu is not None and not gpu.nvfp4_mma:
@@ -283,11 +290,14 @@ def _correction(verl: DictConfig) -> None:
             f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}, use samebits_tis"
         )
     if correction.rollout_is != "token":
-        raise RecipeError(f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: the objective corrects by token")
+        raise RecipeError(
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: the objective corrects by token; "
+            "ablation.importance_sampling=false leaves that out"
+        )
     if not correction.bypass_mode:
         raise RecipeError(
             "importance sampling is configured but inactive: algorithm.rollout_correction.bypass_mode=false recomputes old logprobs, "
-            "while rollout logprobs are the old logprobs here"
+            "while rollout logprobs are the old logprobs here; ablation.recompute_old_logprobs=true measures the other way"
         )
     cap = correction.rollout_is_threshold
     if isinstance(cap, str) or not cap >= 1:

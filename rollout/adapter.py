@@ -1,9 +1,9 @@
 """An adapter's way into the engine, and the proof that it arrived.
 
-A training job sends tensors (`load_path`); a server takes the PEFT folder of a run (`load_folder`), by vLLM's own `--lora-modules`.
-`load` copies the received tensors into a slot of the engine's own buffers; `held` reads the same slot back, by walking the layers
-that multiply with it, to the names, shapes and dtype of the wire. The digests of what was read back are the answer to the trainer,
-which compares them with the digests of what it sent.
+A training job sends tensors (`load_path`, `load_shared`); a server takes the PEFT folder of a run (`load_folder`), by vLLM's own
+`--lora-modules`. `load` copies the received tensors into a slot of the engine's own buffers; `held` reads the same slot back, by walking
+the layers that multiply with it, to the names, shapes and dtype of the wire. The digests of what was read back are the answer to the
+trainer, which compares them with the digests of what it sent.
 
 The engine's buffers are in the compute dtype (fp32 on a CPU, where a bf16 buffer would be converted in every call). Every bf16 value
 is exact there; `held` refuses to answer when a cast back is not.
@@ -23,6 +23,7 @@ from vllm.lora.request import LoRARequest
 from samebits.quant.adapter import PREFIX, AdapterError, Manifest, load_peft, peft_metadata
 from samebits.quant.profile import NumericsProfile, require_same
 
+from .ipc import CUDA, FlatLayout, Handles, open_text
 from .slots import IN_MEMORY, AdapterSlots
 
 
@@ -74,6 +75,18 @@ def load_path(model: Any, path: str, version: int) -> None:
     if not Path(path).is_file():
         raise AdapterError(f"no adapter file at {path}")
     load(model, load_file(path), version)
+
+
+def load_shared(model: Any, text: str, sent: Manifest, handles: Handles = CUDA) -> None:
+    """`load` from a buffer of another process on the engine's device (see `ipc`), which is closed again when this returns.
+
+    Raises `NotShareable` when it cannot be opened, `AdapterError` when it is not laid out as the manifest says.
+    """
+    slots = _slots(model)
+    layout = FlatLayout.of(sent.digests, slots.spec.shapes(), getattr(torch, slots.spec.dtype))
+    load(model, layout.views(open_text(text, slots.device, handles)), sent.version)
+    if slots.device.type == "cuda":
+        torch.cuda.current_stream(slots.device).synchronize()  # the sender may free the buffer when it has our answer
 
 
 def load_folder(model: Any, folder: Path, version: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,10 @@ class BatchLoop:
         """BLAKE2b of the prompt ids and of the sampled ids of the last batch: equal digests mean the very same batch."""
         self.truncated_fraction = 0.0
         """Share of the last batch's samples that were cut off at the longest response."""
+        self.seconds: dict[str, float] = {}
+        """What the last batch took: generate, reward (decoding and grading), and enqueue (the transfer queue)."""
+        self.tokens: dict[str, int] = {}
+        """Of the last batch: prompt (as many as are trained; a prompt's samples share its cached blocks) and response."""
 
     def generate_sequences(self, batch: TensorDict) -> None:
         """Generate and grade all samples of `batch` (rows of verl's RL dataset) and put them into the transfer queue."""
@@ -87,16 +92,21 @@ class BatchLoop:
                 params.append(sampling | {"seed": sample_seed(self.seed, step, int(row["index"]), number, validate)})
                 keys.append(f"{row['uid']}_{number}_0")
                 owners.append(row)
+        started = time.perf_counter()
         outputs = self._generate(prompts, params, keys)
+        self.seconds = {"generate": time.perf_counter() - started, "reward": 0.0}
+        self.tokens = {"prompt": sum(map(len, prompts)), "response": sum(len(o.token_ids) for o in outputs)}
         self.digests = {"prompts/digest": _digest(prompts), "samples/digest": _digest([o.token_ids for o in outputs])}
         self.truncated_fraction = sum(o.extra_fields["finish_reason"] == "length" for o in outputs) / len(outputs)
         fields, tags = [], []
         for ids, owner, output in zip(prompts, owners, outputs, strict=True):
             fields.append(self._sample(ids, owner, output, _VALIDATION_COLUMNS if validate else _TRAINING_COLUMNS))
             tags.append(_tag(step, len(ids), output))
+        started = time.perf_counter()
         tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
         done = {"is_prompt": True, "status": "finished", "global_steps": step}
         tq.kv_batch_put(keys=[row["uid"] for row in rows], partition_id=partition, tags=[dict(done) for _ in rows])
+        self.seconds["enqueue"] = time.perf_counter() - started
 
     def _generate(self, prompts: list[list[int]], params: list[dict[str, Any]], keys: list[str]) -> list[TokenOutput]:
         share = -(-len(prompts) // len(self.servers))
@@ -112,6 +122,7 @@ class BatchLoop:
         return outputs
 
     def _sample(self, prompt_ids: list[int], row: dict[str, Any], output: TokenOutput, columns: tuple[str, ...]) -> dict[str, Any]:
+        started = time.perf_counter()
         text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         extra = dict(row.get("extra_info") or {})
         extra |= {"finish_reason": output.extra_fields["finish_reason"], "response_tokens": len(output.token_ids)}
@@ -121,6 +132,7 @@ class BatchLoop:
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=extra,
         )
+        self.seconds["reward"] += time.perf_counter() - started
         details = graded if isinstance(graded, dict) else {"score": graded}
         sample = AgentLoopOutput(
             prompt_ids=prompt_ids,

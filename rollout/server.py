@@ -1,8 +1,8 @@
-"""verl's side of the rollout: the Ray server around one vLLM engine, and the sender that brings adapters to it.
+"""verl's side of the rollout: the Ray server around one vLLM engine. The sender that brings adapters to it is in `sender`.
 
-A sync is one file of tensors in shared memory and one manifest. The server has every engine rank load the file, asks each for the
-digests of what it then holds, drops the prefix cache, and only when every answer equals the manifest do later requests use the new
-version. The report of what was sent and what is held stays with the server: the job reads it after every sync.
+A sync is tensors, in a buffer on the GPU or in a file in shared memory, and one manifest. The server has every engine rank load them,
+asks each for the digests of what it then holds, drops the prefix cache, and only when every answer equals the manifest do later requests
+use the new version. The report of what was sent and what is held stays with the server: the job reads it after every sync.
 Each request names the adapter version it wants, so there is no request that silently runs on the base model.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
-from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
@@ -28,9 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from samebits.quant.adapter import AdapterError, Manifest
-from samebits.quant.digests import Digester
 from samebits.rollout.adapter import lora_request
-from samebits.rollout.wire import adapter_file
 
 
 class RouteError(RuntimeError):
@@ -50,6 +46,18 @@ class SyncReport:
     """Manifest as JSON."""
     held: list[str] = field(default_factory=list)
     """Manifest of each engine rank, as JSON."""
+    path: str = "file"
+    """ipc: opened on the GPU that trainer and engine share; file: by a file in shared memory."""
+    reason: str = ""
+    """Why it was not ipc."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds: export (gathering, and the copy into buffer or host memory), digest, write or share; load and verify of the slowest rank."""
+    memory: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """Peak bytes by role (trainer, engine), phase and kind (see `kernels.meter`); of the engine the largest rank's."""
+    refused: str | None = None
+    """Why an engine rank could not open the trainer's memory; nothing was loaded then."""
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Seconds in which the engine was put to sleep and woken since the last report, where a recipe has that."""
 
 
 class SamebitsServer(vLLMHttpServer):
@@ -57,6 +65,7 @@ class SamebitsServer(vLLMHttpServer):
 
     _adapter_version: int | None = None
     _report: SyncReport | None = None
+    _waiting: dict[str, float] | None = None
 
     def _get_worker_extension_cls(self) -> str:
         return "samebits.rollout.worker.WorkerExtension"
@@ -67,28 +76,49 @@ class SamebitsServer(vLLMHttpServer):
         args.max_loras = 2
         await super().run_server(args)
 
-    async def sync_adapter(self, path: str, manifest_json: str, started: float) -> dict[str, Any]:
-        """Load the adapter at `path` on every rank, verify it and make it the one that requests use. Returns the report as a dict.
+    async def sync_adapter(self, source: str, manifest_json: str, started: float, sender: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Load the adapter at `source` on every rank, verify it and make it the one that requests use. Returns the report as a dict.
 
-        When a rank's answer differs, the previous version stays in use and the report says what is held.
+        `sender` says what `source` is (`path`: file, or ipc for a handle) and what its side took. When a rank's answer differs, the
+        previous version stays in use and the report says what is held. When a rank cannot open a handle, nothing is held and it says why.
         """
         manifest = Manifest.from_json(manifest_json)
-        held = await self.engine.collective_rpc("samebits_load_adapter", args=(path, manifest_json))
-        await self.engine.reset_prefix_cache()
-        self._report = SyncReport(
+        sender = sender or {"path": "file", "reason": "", "seconds": {}, "memory": {}}
+        method = "samebits_open_adapter" if sender["path"] == "ipc" else "samebits_load_adapter"
+        held = list(await self.engine.collective_rpc(method, args=(source, manifest_json)))
+        measured = await self.engine.collective_rpc("samebits_measured")
+        refused = [refusal for answer in held if (refusal := json.loads(answer).get("refused"))]
+        if refused:
+            await self._forget(manifest.version, held)
+        else:
+            await self.engine.reset_prefix_cache()
+        report = SyncReport(
             replica=self.replica_rank,
             version=manifest.version,
             tensors=len(manifest.digests),
             bytes=manifest.bytes,
             seconds=time.time() - started,
             sent=manifest_json,
-            held=list(held),
+            held=[] if refused else held,
+            path=sender["path"],
+            reason=sender["reason"],
+            parts=sender["seconds"] | _slowest(measured, ("load", "verify")),
+            memory={"trainer": sender["memory"], "engine": _largest(measured)},
+            refused=refused[0] if refused else None,
         )
+        if refused:
+            return asdict(report)
+        self._report = report
         if not any(manifest.differences(Manifest.from_json(answer)) for answer in held):
             previous, self._adapter_version = self._adapter_version, manifest.version
             if previous is not None and previous != manifest.version:
                 await self.engine.collective_rpc("samebits_remove_adapter", args=(previous,))
-        return asdict(self._report)
+        return asdict(report)
+
+    async def _forget(self, version: int, held: list[str]) -> None:
+        """Where some ranks could open a handle and others not, all start again from none."""
+        if any("refused" not in json.loads(answer) for answer in held):
+            await self.engine.collective_rpc("samebits_remove_adapter", args=(version,))
 
     async def sync_report(self) -> dict[str, Any] | None:
         """Report of the last sync, with what the engine holds for that version now (asked again, not remembered).
@@ -97,10 +127,38 @@ class SamebitsServer(vLLMHttpServer):
         """
         if self._report is None:
             return None
+        self._report.waiting, self._waiting = self._waiting or {}, None
         if self._report.version != self._adapter_version:
             return asdict(self._report)
         held = await self.engine.collective_rpc("samebits_held_adapter", args=(self._adapter_version,))
         return asdict(self._report) | {"held": list(held)}
+
+    async def device_uuids(self) -> list[str | None]:
+        """UUID of each engine rank's device; None on a CPU."""
+        return list(await self.engine.collective_rpc("samebits_device_uuid"))
+
+    async def copy_seconds(self, size: int) -> float:
+        """Seconds that a plain copy of `size` bytes takes on the slowest rank's device."""
+        return max(await self.engine.collective_rpc("samebits_copy_seconds", args=(size,)))
+
+    async def forget_adapter(self) -> None:
+        """Empty the slot of the version in use, so that the same version can be sent again."""
+        await self.engine.collective_rpc("samebits_remove_adapter", args=(self._adapter_version,))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """verl's, timed."""
+        await self._timed("wake", super().wake_up(tags))
+
+    async def sleep(self) -> None:
+        """verl's, timed; where the recipe has no sleep this does nothing."""
+        await self._timed("sleep", super().sleep())
+
+    async def _timed(self, name: str, work: Awaitable[Any]) -> None:
+        started = time.perf_counter()
+        await work
+        if self.config.free_cache_engine:
+            self._waiting = self._waiting or {}
+            self._waiting[name] = self._waiting.get(name, 0.0) + time.perf_counter() - started
 
     async def base_digests(self) -> list[dict[str, str]]:
         """Digest of every base weight as each engine rank holds it, by canonical module path."""
@@ -216,37 +274,17 @@ class SamebitsReplica(vLLMReplica):
         return "samebits_"
 
 
-class AdapterSender(ServerAdapter):
-    """Lives in each trainer worker; brings the adapter of the worker's replica to its server after every step."""
+def _slowest(ranks: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> dict[str, float]:
+    """Seconds of `phases`, of the rank that took longest."""
+    return {name: max(rank[name]["seconds"] for rank in ranks if name in rank) for name in phases if any(name in rank for rank in ranks)}
 
-    async def update_weights(
-        self,
-        weights,
-        global_steps: int | None = None,
-        peft_config: dict[str, Any] | None = None,
-        base_sync_done: bool = True,
-        wire_format: str = "named_tensors",
-        **kwargs,
-    ) -> None:
-        """Send an adapter: `weights` yields (name, tensor) and must be drained on every rank, since gathering is collective.
 
-        `peft_config["samebits"]` carries the adapter's `version` and the trainer's `profile` hash. Raises `AdapterError` when base
-        weights come instead.
-        """
-        if peft_config is None or not base_sync_done or wire_format != "named_tensors":
-            raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
-        started = time.time()
-        # Digests are of what the trainer has on its device: a copy to the host that went wrong shows in the engine's answer.
-        tensors, digester = {}, Digester()
-        for name, t in weights:
-            digester.add(name, t)
-            tensors[name] = t.detach().to("cpu", copy=True)
-        if not self._ensure_server_handle():
-            return
-        origin = peft_config["samebits"]
-        fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
-        if fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]:
-            return
-        with adapter_file(tensors, origin["version"], origin["profile"], digester.finish()) as (path, manifest):
-            await self.server_handle.sync_adapter.remote(path, manifest.to_json(), started)
-        await self.server_handle.set_global_steps.remote(global_steps)
+def _largest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Peak bytes by phase and kind, of the rank that needed most."""
+    found: dict[str, dict[str, int]] = {}
+    for rank in ranks:
+        for phase, measured in rank.items():
+            kinds = found.setdefault(phase, {})
+            for kind, size in measured["memory"].items():
+                kinds[kind] = max(size, kinds.get(kind, 0))
+    return found

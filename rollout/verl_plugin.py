@@ -15,4 +15,4 @@ def _load_replica():
 
 
 RolloutReplicaRegistry.register(NAME, _load_replica)
-_ROLLOUT_REGISTRY[(NAME, "async")] = "samebits.rollout.server.AdapterSender"
+_ROLLOUT_REGISTRY[(NAME, "async")] = "samebits.rollout.sender.AdapterSender"

@@ -5,30 +5,87 @@ Answers are JSON strings or plain dictionaries, so that they cross processes und
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from safetensors.torch import save_file
 
 from samebits.kernels import taps
+from samebits.kernels.meter import Meter
 from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.digests import digests
 
 from . import adapter
+from .ipc import CUDA, Handles, NotShareable
 
 
 class WorkerExtension:
     """Mixed into vLLM's CPU and GPU workers."""
+
+    samebits_handles: Handles = CUDA
+    _samebits_meter: Meter | None = None
 
     def samebits_load_adapter(self, path: str, manifest_json: str) -> str:
         """Load the adapter file that `manifest_json` describes; returns the manifest of what is held then.
 
         The sender compares the two. Refused before anything is loaded: another numerics profile, a file with other keys.
         """
+        return self._samebits_load(lambda model, sent: adapter.load_path(model, path, sent.version), manifest_json)
+
+    def samebits_open_adapter(self, handle: str, manifest_json: str) -> str:
+        """`samebits_load_adapter` from a buffer of the trainer on this worker's device; `{"refused": why}` when it cannot be opened."""
+        try:
+            return self._samebits_load(lambda model, sent: adapter.load_shared(model, handle, sent, self.samebits_handles), manifest_json)
+        except NotShareable as error:
+            return json.dumps({"refused": str(error)})
+
+    def _samebits_load(self, load: Callable[[Any, Manifest], None], manifest_json: str) -> str:
         sent = Manifest.from_json(manifest_json)
         model = self.model_runner.get_model()
         profile = model.settings.profile.hash
         if sent.profile != profile:
             raise AdapterError(f"engine computes with numerics profile {profile}, the adapter was trained with {sent.profile}")
-        adapter.load_path(model, path, sent.version)
-        return adapter.held(model, sent.version).to_json()
+        meter = self._samebits_metering()
+        meter.enter("load")
+        load(model, sent)
+        meter.enter("verify")
+        held = adapter.held(model, sent.version).to_json()
+        meter.enter("rollout")
+        return held
+
+    def _samebits_metering(self) -> Meter:
+        if self._samebits_meter is None:
+            self._samebits_meter = Meter(self.device)
+        return self._samebits_meter
+
+    def samebits_measured(self) -> dict[str, dict[str, Any]]:
+        """{phase: {"seconds", "memory": {kind: peak bytes}}} since the last call: load, verify, and rollout for all between two loads.
+
+        Seconds of rollout include those in which there was nothing to do.
+        """
+        found = self._samebits_metering().take()
+        self._samebits_metering().enter("rollout")
+        return {name: {"seconds": phase.seconds, "memory": phase.memory} for name, phase in found.items()}
+
+    def samebits_device_uuid(self) -> str | None:
+        """UUID of the worker's device; None on a CPU."""
+        return self.samebits_handles.uuid(torch.device(self.device))
+
+    def samebits_copy_seconds(self, size: int, repeat: int = 5) -> float:
+        """Seconds of the fastest of `repeat` copies of `size` bytes from the worker's device to the same device."""
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        best = float("inf")
+        for _ in range(repeat):
+            _wait(source.device)
+            started = time.perf_counter()
+            target.copy_(source)
+            _wait(source.device)
+            best = min(best, time.perf_counter() - started)
+        return best
 
     def samebits_held_adapter(self, version: int) -> str:
         """Manifest of what is held for `version`, as JSON. Raises `AdapterError` when it is not resident."""
@@ -59,3 +116,8 @@ class WorkerExtension:
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         """verl calls this once: tokens without a meaning are never sampled. (verl's name; nothing is patched.)"""
         self.model_runner.get_model().forbid_tokens(vocab_size, banned_token_ids)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -67,8 +67,11 @@ def _rows(batch: TensorDict, key: str) -> Tensor:
     return rows
 
 
-def require_objective_fields(batch: TensorDict) -> None:
-    """Raise unless the batch holds the rollout's log-probabilities, as many as response tokens, as the old log-probabilities."""
+def require_objective_fields(batch: TensorDict, recomputed: bool = False) -> None:
+    """Raise unless the batch holds the rollout's log-probabilities, as many as response tokens, as the old log-probabilities.
+
+    `recomputed`: the old ones are the trainer's own, and only have to be numbers.
+    """
     for key in ("responses", *_RESPONSE_FIELDS):
         if key not in batch:
             hint = {
@@ -88,7 +91,10 @@ def require_objective_fields(batch: TensorDict) -> None:
     rollout, old = batch["rollout_log_probs"].values()[mask], batch["old_log_probs"].values()[mask]
     if not torch.isfinite(rollout).all():
         raise BatchError("rollout_log_probs hold NaN or infinity at a response token")
-    if not torch.equal(rollout, old):
+    if recomputed:
+        if not torch.isfinite(old).all():
+            raise BatchError("old_log_probs, which the trainer recomputed, hold NaN or infinity at a response token")
+    elif not torch.equal(rollout, old):
         raise BatchError("old_log_probs are not the rollout's log-probabilities; set algorithm.rollout_correction.bypass_mode=True")
 
 

@@ -9,6 +9,8 @@ What a recipe sets, all through verl's own configuration:
     model.override_config.samebits_profile, .samebits_kv_cache (default: the checkpoint's profile, its KV format)
     model.enable_gradient_checkpointing (keep only each layer's input), model.override_config.samebits_recompute_experts (keep gate and up
     of experts out of what forward keeps: for runs that keep layers whole; default false)
+    model.override_config.samebits_parity (a folder: every logprob must have the engine's bits, and what differs is recorded there),
+    .samebits_old_logprobs ("recomputed": the trainer's own, an ablation; default the rollout's)
     actor.fsdp_config.seed (adapter init), actor.fsdp_config.router_replay.mode (R3: replay the rollout's routes)
     actor.policy_loss.loss_mode = samebits_tis
 """
@@ -16,6 +18,7 @@ What a recipe sets, all through verl's own configuration:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,20 +32,23 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from samebits.kernels import taps
 from samebits.kernels.expert_tiles import takes_tiles
+from samebits.kernels.meter import Meter
 from samebits.quant.adapter import target_roles
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import NumericsProfile, get_profile
 from samebits.quant.roles import MODULE_PATHS
 
 from . import hf_config
-from .batch import pack, require_objective_fields, require_routes, without_row_objects
+from .batch import PackedBatch, pack, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
 from .lora import LoRASettings
 from .model import M3ForTraining, M3Output, compute_dtype
 from .objective import POLICY_LOSS, collect_metrics
+from .parity import require_same_bits
 
-_OVERRIDES = ("samebits_profile", "samebits_kv_cache", "samebits_recompute_experts")
+_OVERRIDES = ("samebits_profile", "samebits_kv_cache", "samebits_recompute_experts", "samebits_parity", "samebits_old_logprobs")
 _AGGREGATION = {"sum": AggregationType.SUM, "max": AggregationType.MAX}
 
 
@@ -61,6 +67,16 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         self.adapter_version = 0
         self.replay = engine_config.router_replay.mode == "R3"
         self._route_pairs = 0
+        override = model_config.override_config
+        self.parity = Path(override["samebits_parity"]) if override.get("samebits_parity") else None
+        old = override.get("samebits_old_logprobs", "rollout")
+        if old not in ("rollout", "recomputed"):
+            raise ValueError(f"override_config samebits_old_logprobs must be rollout or recomputed, not {old!r}")
+        self.recomputed = old == "recomputed"
+        self._batch: TensorDict | None = None
+        """What `forward_backward_batch` was given, for the name of a sample."""
+        self.meter = Meter(get_device_name())
+        """Phases score, forward, backward and optimizer; `train_batch` reports them."""
 
     def _require_supported(self) -> None:
         engine, model = self.engine_config, self.model_config
@@ -97,6 +113,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             raise ValueError(f"override_config samebits_recompute_experts must be true or false, not {recompute!r}")
         checkpoint = Checkpoint(config.local_path)
         profile = get_profile(override.get("samebits_profile", checkpoint.config["samebits"]["profile"]), override.get("samebits_kv_cache"))
+        if self.parity is not None and pack_device(profile) is None:
+            raise ValueError("numerics.parity=bitwise needs bf16 activations on a GPU that the kernels run on (Hopper or later)")
         settings = None
         if config.lora_rank > 0:
             roles = target_roles(config.target_modules)
@@ -133,15 +151,35 @@ class SamebitsEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False) -> Any:
         """verl's mini-batch loop, after the batch was found complete. Raises `BatchError` in one line before the first forward."""
         if _policy_loss_of(loss_function) == POLICY_LOSS:
-            require_objective_fields(data)
+            require_objective_fields(data, self.recomputed)
         if self.replay:
             pairs = torch.tensor(require_routes(data, self.module.dims), device=get_device_id())
             torch.distributed.all_reduce(pairs, group=self.get_data_parallel_group())
             self._route_pairs = int(pairs)
-        return super().forward_backward_batch(without_row_objects(data), loss_function, forward_only)
+        self._batch = data
+        try:
+            return super().forward_backward_batch(without_row_objects(data), loss_function, forward_only)
+        finally:
+            self._batch = None
+            self.meter.stop()
+
+    def train_batch(self, data: TensorDict, loss_function: Callable) -> Any:
+        """verl's, with what its phases took (and scoring since the last step) among the metrics, of the rank that took most."""
+        out = super().train_batch(data, loss_function)
+        for name, phase in self.meter.take().items():
+            out["metrics"][f"phase/{name}/seconds"] = Metric(AggregationType.MAX, phase.seconds)
+            out["metrics"] |= {f"phase/{name}/{kind}": Metric(AggregationType.MAX, size) for kind, size in phase.memory.items()}
+        return out
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
-        """One micro-batch to (loss, {model_output, loss, metrics})."""
+        """One micro-batch to (loss, {model_output, loss, metrics}). What follows until the next is its backward."""
+        self.meter.enter("score" if forward_only else "forward")
+        out = self._forward_step(micro_batch, loss_function)
+        if not forward_only:
+            self.meter.enter("backward")
+        return out
+
+    def _forward_step(self, micro_batch: TensorDict, loss_function: Callable | None) -> tuple[Tensor, dict[str, Any]]:
         micro_batch = micro_batch.to(get_device_id())
         batch = pack(micro_batch, self.replay)
         entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
@@ -153,12 +191,28 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         if loss_function is None:
             loss, metrics = torch.ones((), device=out.logprobs.device), {}
         else:
-            with collect_metrics() as exact:
+            if self.parity is not None and _policy_loss_of(loss_function) == POLICY_LOSS:
+                self._require_same_bits(out.logprobs, micro_batch, batch)
+            old_is_other = self.recomputed and "rollout_log_probs" in micro_batch
+            with collect_metrics(micro_batch["rollout_log_probs"].to_padded_tensor(0.0) if old_is_other else None) as exact:
                 loss, metrics = loss_function(model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group())
             metrics |= {name: Metric(_AGGREGATION[part.how], part.value) for name, part in exact.items()}
         if self.replay:
             metrics |= self._replay_metrics(out, batch.routes)
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}
+
+    def _require_same_bits(self, logprobs: Tensor, micro_batch: TensorDict, packed: PackedBatch) -> None:
+        starts = micro_batch["input_ids"].offsets().tolist()
+
+        def record(row: int, count: int) -> dict[str, Tensor]:
+            part = slice(starts[row], starts[row] + count)
+            rows = [None if choices is None else choices[part] for choices in (packed.routes, packed.blocks)]
+            with torch.no_grad(), taps.record() as recorder:
+                self.module(packed.tokens[part], [count], packed.labels[part], packed.temperature[part], *rows)
+            return recorder.tensors()
+
+        group, step = self.get_data_parallel_group(), self.adapter_version + 1
+        require_same_bits(logprobs, micro_batch, self._batch, step, self.parity, record, group)
 
     def _replay_metrics(self, out: M3Output, routes: Tensor) -> dict[str, Metric]:
         dims = self.module.dims
@@ -176,7 +230,9 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def optimizer_step(self) -> float:
         """Clip, step and count. Raises `RuntimeError` when the gradient is not finite: no adapter version may go missing silently."""
+        self.meter.enter("optimizer")
         grad_norm = super().optimizer_step()
+        self.meter.stop()
         if not torch.isfinite(torch.tensor(grad_norm)):
             raise RuntimeError(f"gradient norm is {grad_norm} after adapter version {self.adapter_version}; no step was taken")
         self.adapter_version += 1
@@ -188,8 +244,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         """The adapter for the rollout: (PEFT name, bf16 tensor) pairs and the PEFT config.
 
         Every rank must drain the iterator, which gathers one layer at a time. The config also holds, under `samebits`, the adapter
-        version and the hash of the numerics profile. Raises `RuntimeError` when the base is asked for: the rollout engine must
-        load it from the checkpoint.
+        version, the hash of the numerics profile, and shapes and dtype of the tensors. Raises `RuntimeError` when the base is asked for:
+        the rollout engine must load it from the checkpoint.
         """
         if not base_sync_done:
             raise RuntimeError("the base is frozen and never sent; set actor_rollout_ref.rollout.load_format=safetensors")
@@ -198,7 +254,12 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         rank = self.module.spec.rank
         targets = sorted({MODULE_PATHS[r].rsplit(".", 1)[-1] for r in self.module.spec.roles})
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type=TaskType.CAUSAL_LM, bias="none").to_dict()
-        config["samebits"] = {"version": self.adapter_version, "profile": self.module.profile.hash}
+        config["samebits"] = {
+            "version": self.adapter_version,
+            "profile": self.module.profile.hash,
+            "shapes": self.module.spec.shapes(),
+            "dtype": self.module.spec.dtype,
+        }
         return self.module.export_adapter(), config
 
 

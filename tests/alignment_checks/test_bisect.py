@@ -2,7 +2,7 @@
 
 import torch
 
-from samebits.alignment_checks.bisect import compare, first_parting
+from samebits.alignment_checks.bisect import compare, first_difference, first_parting
 from samebits.alignment_checks.limits import Limits
 
 LIMITS = Limits()
@@ -60,3 +60,22 @@ def test_other_choices_missing_points_shapes_and_nan_part():
 
     step = first_parting(compare(taps(), changed(POINTS[4], nan), LIMITS))
     assert (step.point, step.token, step.layer) == (POINTS[4], 7, None)
+
+
+def test_one_bit_is_a_difference_where_none_is_allowed():
+    def nudge(x):
+        x[7, 0, 3] = torch.nextafter(x[7, 0, 3], torch.tensor(9.0))
+        return x
+
+    other = changed(POINTS[3], nudge)
+    assert first_parting(compare(taps(), other, LIMITS)) is None
+    step = first_difference(taps(), other)
+    assert (step.point, step.token) == (POINTS[3], 7) and 0 < step.difference < 1e-5
+    assert first_difference(taps(), taps()) is None
+
+
+def test_rows_of_one_number_and_points_that_are_missing():
+    flat = {"a": torch.arange(4.0), "b": torch.arange(4)}
+    assert first_difference(flat, {k: v.clone() for k, v in flat.items()}) is None
+    assert first_difference(flat, {"a": flat["a"]}).point == "b"
+    assert first_difference(flat, flat | {"a": flat["a"] * torch.tensor([1, 1, -1, 1])}).token == 2

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from samebits.quant.profile import get_profile
 from samebits.recipes import cli
 from samebits.recipes.config import RecipeError, load_recipe
-from samebits.recipes.validate import validate
+from samebits.recipes.validate import examine, validate
 
 TINY = "recipes/tiny_m3_grpo.yaml"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -79,6 +79,12 @@ def test_what_is_computed_again_reaches_the_trainer(experts):
         (f"{ROLLOUT}.enable_prefix_caching=false", "keeps the routes to replay"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "inactive"),
         ("algorithm.rollout_correction.bypass_mode=false", "inactive"),
+        ("algorithm.rollout_correction.bypass_mode=false", "ablation.recompute_old_logprobs=true"),
+        ("algorithm.rollout_correction.rollout_is=null", "ablation.importance_sampling=false"),
+        ("numerics.parity=exact", "must be auto or bitwise, not 'exact'"),
+        ("numerics.parity=bitwise", "does not hold with profile w4a16-fp32 on cpu"),
+        ("ablation.replay=false", "unknown key ablation.replay"),
+        ("ablation=false", "ablation is a section of keys"),
         ("algorithm.rollout_correction.rollout_is=sequence", "corrects by token"),
         ("algorithm.rollout_correction.rollout_is_threshold=0.5", "at least 1"),
         ("actor_rollout_ref.actor.use_kl_loss=true", "reference model"),
@@ -100,6 +106,30 @@ def test_what_is_computed_again_reaches_the_trainer(experts):
 )
 def test_bad_recipe_is_refused_in_one_line(override, says):
     assert says in problem(override)
+
+
+def test_bitwise_parity_is_a_promise_of_gpus(tmp_path):
+    bitwise = ["numerics.parity=bitwise", f"run_dir={tmp_path / 'run'}"]
+    recipe, verl = load_recipe(TINY, [*bitwise, "device=cuda"], planned=True)
+    examine(recipe, verl, planned=True)
+    assert verl.actor_rollout_ref.model.override_config.samebits_parity == str(tmp_path / "run" / "parity")
+    recipe, verl = load_recipe(TINY, [*bitwise, "device=cuda", "numerics.profile=w4a16-fp32"], planned=True)
+    with pytest.raises(RecipeError, match="numerics.parity=bitwise does not hold with profile w4a16-fp32 on cuda"):
+        examine(recipe, verl, planned=True)
+    _, verl = load_recipe(TINY, ["device=cuda"], planned=True)
+    assert verl.actor_rollout_ref.model.override_config.samebits_parity is None
+
+
+def test_ablations_reach_trainer_and_objective_and_nothing_is_left_out_by_default():
+    def settings(*overrides):
+        recipe, verl = load_recipe(TINY, ["device=cpu", *overrides])
+        validate(recipe, verl)
+        actor = verl.actor_rollout_ref
+        return actor.actor.policy_loss.rollout_correction.rollout_is, actor.model.override_config.samebits_old_logprobs
+
+    assert settings() == ("token", "rollout")
+    assert settings("ablation.importance_sampling=false") == (None, "rollout")
+    assert settings("ablation.recompute_old_logprobs=true") == ("token", "recomputed")
 
 
 def test_raw_logprobs_with_temperature_are_refused():

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from samebits.alignment_checks.in_run import HISTORY, read_history
 from samebits.quant.adapter import AdapterSpec, ModelShape, load_peft, target_roles
+from samebits.recipes.cli import app
 from samebits.recipes.run_dir import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -95,6 +97,19 @@ def test_a_run_is_verified_with_its_newest_adapter(finished, tmp_path):
     done = subprocess.run([*command[:5], str(copy)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
     assert "step_4" in done.stderr and "cannot be read" in done.stderr
+
+
+def test_a_finished_run_is_measured_from_what_it_left(finished, tmp_path):
+    out = tmp_path / "step.json"
+    done = CliRunner().invoke(app, ["bench", "step", str(finished), "--warm-up", "1", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert found["steps"] == STEPS - 1
+    assert {"rollout", "collect", "full check", "advantage", "train", "sync", "check of the sync", "rest"} == set(
+        found["seconds"]["phases"]
+    )
+    assert {"forward", "backward", "optimizer", "rest"} == set(found["seconds"]["phases"]["train"]["parts"])
+    assert found["sync"]["paths"] == ["file (the trainer is on cpu)"] and found["tokens"]["generated_per_second"] > 0
 
 
 def test_adapters_are_peft_folders_with_every_expert(finished):

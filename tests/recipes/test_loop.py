@@ -70,7 +70,7 @@ def test_a_checkpoint_waits_for_the_step_s_line_and_is_not_made_of_a_step_that_f
     from samebits.recipes import loop
 
     events = []
-    trainer.recipe = SimpleNamespace(checks=SimpleNamespace(max_kl=1e-3))
+    trainer.recipe = SimpleNamespace(checks=SimpleNamespace(max_kl=1e-3), numerics=SimpleNamespace(parity="auto"))
     trainer._save_due = False
     monkeypatch.setattr(loop.PPOTrainerSync, "_compute_metrics", lambda self, *a, **k: None)
     monkeypatch.setattr(trainer, "_save_now", lambda: events.append([line["step"] for line in read_metrics(trainer.log.path)]))
@@ -123,3 +123,123 @@ def test_a_recipe_is_validated_without_importing_verl():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("largest", [0.0, 6e-8])
+def test_bitwise_parity_allows_no_difference_in_a_step(trainer, monkeypatch, largest):
+    from samebits.recipes import loop
+
+    trainer.recipe = SimpleNamespace(checks=SimpleNamespace(max_kl=1e-3), numerics=SimpleNamespace(parity="bitwise"))
+    trainer._save_due = False
+    monkeypatch.setattr(loop.PPOTrainerSync, "_compute_metrics", lambda self, *a, **k: None)
+    metrics = step_metrics(0.0) | {"actor/mismatch/max_abs": largest}
+    timing = {"update_actor": 1.0, "update_weights": 1.0, "step": 3.0}
+    if largest:
+        with pytest.raises(loop.AgreementLost, match="step 4: mismatch/max_abs 6.000e-08 breaks numerics.parity=bitwise"):
+            trainer._compute_metrics(None, metrics, timing, 4, 0)
+    else:
+        trainer._compute_metrics(None, metrics, timing, 4, 0)
+
+
+class Called:
+    """A method of a Ray actor."""
+
+    def __init__(self, answer) -> None:
+        self.remote = answer
+
+
+@pytest.fixture
+def lost(tmp_path, monkeypatch):
+    """(folder, server, taps of both sides): a run whose trainer recorded a difference, and an engine that computes it again."""
+    import torch
+    from safetensors.torch import save_file
+
+    from samebits.recipes import parity
+    from samebits.trainer.parity import RECORD, TAPS
+
+    points = ["model.embed_tokens", "model.layers.0.self_attn.q", "model.norm"]
+    taps = {name: torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(points)}
+    folder = tmp_path / "run"
+    (folder / "parity").mkdir(parents=True)
+    save_file(taps, folder / "parity" / TAPS)
+    (folder / "parity" / RECORD).write_text('{"tokens": [5, 6, 7]}')
+    engine = {name: t.clone() for name, t in taps.items()}
+    asked = []
+
+    def rpc(method, args=()):
+        asked.append(method)
+        if method == "samebits_recorded":
+            save_file(engine, args[0])
+            return [list(engine)]
+        return [None]
+
+    server = SimpleNamespace(
+        clear_kv_cache=Called(lambda: asked.append("clear")),
+        collective_rpc=Called(rpc),
+        generate_batch=Called(lambda prompts, params, keys: asked.append((prompts, params[0]["max_tokens"]))),
+    )
+    monkeypatch.setattr(parity.ray, "get", lambda answer: answer)
+    return SimpleNamespace(folder=folder, server=server, engine=engine, asked=asked, points=points)
+
+
+def test_the_first_operation_that_differs_is_found_in_the_engine_s_own_forward(lost):
+    from samebits.recipes.parity import parting_operation
+
+    assert "the difference lies in decoding" in parting_operation(lost.server, lost.folder)
+    assert lost.asked == ["clear", "samebits_record", ([[5, 6, 7]], 1), "samebits_recorded"]
+    lost.engine["model.norm"][0, 0] += 1
+    lost.engine["model.layers.0.self_attn.q"][2, 1] += 1e-6
+    assert parting_operation(lost.server, lost.folder) == "the first operation that differs is model.layers.0.self_attn.q, at token 2"
+
+
+def test_an_engine_in_graphs_or_without_an_answer_is_said(lost, monkeypatch):
+    from samebits.recipes.parity import parting_operation
+
+    lost.engine.clear()
+    assert "CUDA graphs" in parting_operation(lost.server, lost.folder)
+    (lost.folder / "parity" / "difference.json").unlink()
+    assert parting_operation(lost.server, lost.folder).startswith("the operation was not found (FileNotFoundError: ")
+
+
+def test_a_trainer_that_lost_parity_ends_the_job_with_its_line_and_the_operation(trainer, monkeypatch):
+    from ray.exceptions import RayTaskError
+
+    from samebits.recipes import loop
+    from samebits.trainer.parity import ParityLost
+
+    def failing(error):
+        def update(self, batch, metrics):
+            raise RayTaskError("update_actor", "traceback", error)
+
+        monkeypatch.setattr(loop.PPOTrainerSync, "_update_actor", update)
+
+    trainer.recipe = SimpleNamespace(folder="run")
+    trainer.llm_server_manager = SimpleNamespace(server_handles=["server"])
+    monkeypatch.setattr(loop, "parting_operation", lambda server, folder: f"{server} {folder}: the first operation is q")
+    failing(ParityLost("step 2: sample 3: token 9"))
+    with pytest.raises(loop.AgreementLost, match="^step 2: sample 3: token 9; server run: the first operation is q$"):
+        trainer._update_actor(None, {})
+    failing(ValueError("other"))
+    with pytest.raises(RayTaskError):
+        trainer._update_actor(None, {})
+
+
+def test_recomputed_old_logprobs_are_those_of_the_responses(trainer, monkeypatch):
+    import torch
+    from tensordict import TensorDict
+
+    from samebits.recipes import loop
+    from tests.support.training import nested
+
+    scored, put = [], []
+    rows = [torch.arange(5.0), torch.arange(7.0) + 10]  # whole sequences; row t scores token t + 1
+    masks = [torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64)]
+    data = TensorDict({"log_probs": nested(rows), "response_mask": nested(masks)}, batch_size=[2])
+    monkeypatch.setattr(loop.SamebitsTrainer, "_score", lambda self, batch: scored.append(batch))
+    monkeypatch.setattr(loop.tq, "kv_batch_get", lambda **kwargs: data)
+    monkeypatch.setattr(loop.tq, "kv_batch_put", lambda **kwargs: put.append(kwargs["fields"]))
+    batch = SimpleNamespace(keys=["a", "b"], partition_id="train")
+    trainer._recompute_old_logprobs(batch)
+    assert scored == [batch] and set(put[0].keys()) == {"old_log_probs"}
+    assert [row.tolist() for row in put[0]["old_log_probs"].unbind()] == [[2.0, 3.0], [13.0, 14.0, 15.0]]
+    assert trainer._step_metrics["time/old_logprobs"] >= 0

@@ -32,6 +32,8 @@ class Engine:
             version = Manifest.from_json(args[1]).version
             self.held[version] = manifest(version, 1.0 if version < 2 else 5.0).to_json()
             return [self.held[version]]
+        if method == "samebits_measured":
+            return [{"load": {"seconds": 0.5, "memory": {"resident": 7}}}, {"load": {"seconds": 0.25, "memory": {"resident": 9}}}]
         if method == "samebits_remove_adapter":
             self.removed.append(args[0])
             return [True]
@@ -48,6 +50,8 @@ def test_failed_sync_is_not_used_and_its_tensor_is_named():
 
     verdicts = [verify_sync([asyncio.run(sync(version))], version, "p").version for version in (0, 1)]
     assert verdicts == [0, 1] and server.engine.removed == [0]
+    measured = asyncio.run(server.sync_report())
+    assert measured["parts"] == {"load": 0.5} and measured["memory"]["engine"] == {"load": {"resident": 9}}, "not the slowest, or largest"
     report = asyncio.run(sync(2))
     assert server._adapter_version == 1 and server.engine.removed == [0]
     with pytest.raises(WeightMismatch, match=f"replica 0 rank 0: {NAME} differs"):

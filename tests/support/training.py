@@ -68,14 +68,16 @@ def engine(path: Path, replay: bool = False, lr: float = 1e-2, warmup: int = 0, 
     return built
 
 
-def loss_function(cap: float = 2.0):
+def loss_function(cap: float = 2.0, rollout_is: str | None = "token"):
     """verl's actor loss with our policy loss inside, as its worker makes it."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.workers.config import FSDPActorConfig
     from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
 
-    policy = PolicyLossConfig(loss_mode="samebits_tis", rollout_correction=RolloutCorrectionConfig(rollout_is_threshold=cap))
+    policy = PolicyLossConfig(
+        loss_mode="samebits_tis", rollout_correction=RolloutCorrectionConfig(rollout_is=rollout_is, rollout_is_threshold=cap)
+    )
     config = FSDPActorConfig(strategy="fsdp2", policy_loss=policy, rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True)
     return partial(ppo_loss, config=config)
 

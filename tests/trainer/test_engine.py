@@ -56,7 +56,10 @@ def test_peft_config_names_version_and_numerics(m3):
     train(built, random_batch(4, VOCAB))
     _, config = built.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     assert (config["r"], config["lora_alpha"]) == (8, 8), "the scale is inside B"
-    assert config["samebits"] == {"version": 1, "profile": built.module.profile.hash}
+    origin, tensors = config["samebits"], adapter(built)
+    assert (origin["version"], origin["profile"]) == (1, built.module.profile.hash)
+    announced = {name: (shape, origin["dtype"]) for name, shape in origin["shapes"].items()}
+    assert announced == {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
     assert {"w1", "w2", "w3", "q_proj", "gate_proj"} <= set(config["target_modules"])
 
 
@@ -117,6 +120,52 @@ def test_logprobs_of_the_rollout_policy_give_weight_one(m3):
     )
     out = train(built, exact)
     assert metric(out, "mismatch/max_abs") == 0 and metric(out, "tis/mean") == pytest.approx(1.0)
+
+
+def test_phases_of_a_step_are_among_its_metrics(m3):
+    built = engine(m3)
+    data = random_batch(4, VOCAB, max_tokens=24)
+    with built.eval_mode():
+        built.infer_batch(random_batch(4, VOCAB), loss_function=None)
+    out = train(built, data)
+    seconds = {name: metric(out, f"phase/{name}/seconds") for name in ("score", "forward", "backward", "optimizer")}
+    assert all(value > 0 for value in seconds.values())
+    assert metric(out, "phase/backward/resident") > 1 << 20
+    again = train(built, random_batch(4, VOCAB))
+    assert "phase/score/seconds" not in again["metrics"], "scoring of the step before is counted again"
+
+
+def test_old_logprobs_that_the_trainer_recomputed_are_what_the_weight_is_against(m3):
+    data = random_batch(5, VOCAB, max_tokens=20)
+    plain = metric(train(engine(m3), data.clone()), "mismatch/max_abs")
+    built = engine(m3, model={"override_config": {"samebits_profile": "w4a16-fp32", "samebits_old_logprobs": "recomputed"}})
+    with built.eval_mode():
+        lp = built.infer_batch(data.clone(), loss_function=None)["model_output"]["log_probs"]
+    prompts, ends = data["prompts"].offsets().diff().tolist(), data["responses"].offsets().diff().tolist()
+    trainer = torch.cat([row[p - 1 : p - 1 + r] for row, p, r in zip(lp.unbind(), prompts, ends, strict=True)])
+    data["old_log_probs"].values().copy_(trainer - 0.25)
+    out = train(built, data.clone())
+    assert metric(out, "tis/mean") == pytest.approx(torch.tensor(0.25).exp().item(), rel=1e-4)
+    assert metric(out, "mismatch/max_abs") == pytest.approx(plain, rel=1e-5), "the difference to the rollout is no longer reported"
+    data["old_log_probs"].values()[1] = torch.nan
+    with pytest.raises(BatchError, match="old_log_probs, which the trainer recomputed"):
+        train(built, data)
+
+
+def test_without_importance_sampling_every_weight_is_one(m3):
+    found = []
+    for rollout_is in ("token", None):
+        out = train(engine(m3), random_batch(5, VOCAB), loss_function(rollout_is=rollout_is))
+        found.append({name: metric(out, name) for name in ("actor/pg_loss", "tis/mean", "tis/max_raw")})
+    weighted, plain = found
+    assert plain["tis/mean"] == pytest.approx(1.0) and weighted["tis/mean"] < 0.5
+    assert plain["tis/max_raw"] == weighted["tis/max_raw"], "the ratio that was not used is reported all the same"
+    assert plain["actor/pg_loss"] != pytest.approx(weighted["actor/pg_loss"], rel=0.1)
+
+
+def test_an_unknown_source_of_old_logprobs_is_refused(m3):
+    with pytest.raises(ValueError, match="samebits_old_logprobs must be rollout or recomputed"):
+        engine(m3, model={"override_config": {"samebits_old_logprobs": "engine"}})
 
 
 def own_routes(built, data):

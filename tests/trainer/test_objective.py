@@ -107,3 +107,22 @@ def test_kl_of_last_bit_differences_is_not_negative():
     trainer = rollout + torch.tensor([1e-7, -1e-7]).repeat(32)
     _, metrics = tis_loss(trainer, rollout, torch.ones_like(rollout), torch.ones_like(rollout), 256.0)
     assert 0.0 <= metrics["mismatch/kl"].value < 1e-12
+
+
+def test_without_weights_the_loss_is_the_plain_policy_gradient():
+    loss, grad, metrics = loss_of([-1.0, -0.5], [-3.0, -0.5], [2.0, -1.0], cap=None)
+    assert loss == pytest.approx(-(2.0 * -1.0 + -1.0 * -0.5) / 2)
+    torch.testing.assert_close(grad, torch.tensor([-1.0, 0.5]))
+    assert metrics["tis/mean"] == 1 and metrics["tis/clipped_fraction"] == 0
+    assert metrics["tis/max_raw"] == pytest.approx(math.exp(2.0), rel=1e-5) and metrics["mismatch/max_abs"] == pytest.approx(2.0)
+
+
+def test_weights_against_other_old_logprobs_leave_the_mismatch_as_it_is():
+    _, grad, metrics = loss_of([-1.0, -0.5], [-3.0, -0.5], [1.0, 1.0], old_logprobs=torch.tensor([-1.2, -0.9]))
+    torch.testing.assert_close(-grad * 2, torch.tensor([0.2, 0.4]).exp())
+    assert metrics["mismatch/max_abs"] == pytest.approx(2.0) and metrics["tis/max_raw"] == pytest.approx(math.exp(0.4), rel=1e-5)
+
+
+def test_old_logprobs_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="old_logprobs"):
+        loss_of([-1.0, -0.5], [-3.0, -0.5], [1.0, 1.0], old_logprobs=torch.tensor([-1.2]))

