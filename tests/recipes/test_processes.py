@@ -67,6 +67,22 @@ def test_the_last_error_of_a_log(tmp_path):
     assert processes.last_error(log) == "*** SIGSEGV received at time=17 on cpu 1 ***"
 
 
+def test_a_lost_node_and_rays_memory_monitor_are_told():
+    from ray.core.generated.common_pb2 import ActorDeathCause
+
+    watch = object.__new__(processes.Watch)
+    watch.gpus_per_node = 4
+    actor = {"Name": "x_WorkerDict_1:2", "ActorClassName": "WorkerDict", "Pid": 77, "Address": {"IPAddress": "10.0.0.2"}}
+    lost, full, asked = ActorDeathCause(), ActorDeathCause(), ActorDeathCause()
+    lost.actor_died_error_context.reason = 3
+    full.oom_context.error_message = "memory"
+    asked.actor_died_error_context.reason = 4
+    assert watch._line(actor | {"DeathCause": lost}) == "trainer rank 6 (pid 77) is gone with its node 10.0.0.2"
+    assert "trainer rank 6 (pid 77) was ended by Ray's memory monitor" in watch._line(actor | {"DeathCause": full})
+    watch._actors = [actor | {"State": "DEAD", "EndTime": t, "DeathCause": c} for t, c in ((1, asked), (9, lost), (5, full))]
+    assert [a["EndTime"] for a in watch._ended()] == [5, 9]
+
+
 @pytest.fixture(scope="module")
 def watch():
     import ray
