@@ -37,6 +37,7 @@ OTHERS = ("no_op_sync", "gate_up_swapped", "routes_without_last_row", "replay_wi
 def wired():
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
+    import samebits.trainer.engine as trainer_engine
     from samebits.alignment_checks import pair as pairs
     from samebits.alignment_checks.limits import Limits
     from samebits.recipes.config import load_recipe
@@ -45,7 +46,7 @@ def wired():
 
     recipe, verl = load_recipe(RECIPE, OVERRIDES)
     validate(recipe, verl)
-    with as_on_a_gpu():
+    with as_on_a_gpu(trainer_engine):
         return pairs.start(verl, recipe.model_path, Limits.of(recipe.profile), _vocabulary(recipe.model_path))
 
 

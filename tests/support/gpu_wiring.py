@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """What is started inside takes itself to be on a GPU whose kernels fit it."""
-    import samebits.trainer.engine as trainer_engine
+def as_on_a_gpu(*also: ModuleType) -> Iterator[None]:
+    """An engine started inside takes itself to be on a GPU whose kernels fit it. `also`: more modules whose `takes_tiles` says so."""
     from samebits.rollout import attention, quantization, slots
 
     patch = pytest.MonkeyPatch()
     try:
-        for module in (quantization, trainer_engine):
+        for module in (quantization, *also):
             patch.setattr(module, "takes_tiles", lambda device, dtype: dtype is torch.bfloat16)
         patch.setattr(attention, "kernels_attend", lambda config, dtype: True)
         original = slots.AdapterSlots.__init__
