@@ -21,7 +21,7 @@ from samebits.alignment_checks.weights import verify_sync
 
 from .bench_step import SYNC_PARTS, full_weights
 from .config import Recipe, RecipeError, load_recipe
-from .job import launched, open_trainer, outcome, versions
+from .job import launched, open_trainer, outcome, versions, watch_of
 from .phases import sync_metrics
 
 SCHEMA = "samebits.bench.sync/1"
@@ -61,9 +61,10 @@ def run(recipe: str, overrides: Sequence[str], repeat: int, console: Console, ve
     with tempfile.TemporaryDirectory(prefix="samebits-bench-") as folder:
         own, verl = load_recipe(recipe, [*overrides, f"run_dir={folder}/run", "trainer.val_before_train=false"], planned=True)
         with launched(own, verl, verbose) as (config, options):
+            watch = watch_of(config)
             job = SyncRunner.options(**options).remote().run.remote(config, own, repeat)
             with console.status("trainer and engine start, then they sync"):
-                found = outcome(job)
+                found = outcome(job, watch)
     return result(recipe, own, found)
 
 

@@ -159,7 +159,7 @@ class Fault:
     """A fault injected on purpose, to see that the job stops."""
 
     kind: str | None = None
-    """skip_sync: from `step` on, adapters are no longer sent."""
+    """skip_sync: from `step` on, adapters are no longer sent. oom: the trainer runs out of memory in the backward of step `step`."""
     step: int = 1
 
 

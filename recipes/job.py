@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,6 +26,7 @@ from . import run_dir
 from .config import Recipe, RecipeError
 from .data import task_data, write_task_data
 from .math_data import DataError
+from .processes import Watch
 from .validate import require_enough, validate
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def _train_locked(recipe: Recipe, verl: DictConfig, console: Console, verbose: b
         return json.loads((recipe.folder / "summary.json").read_text())
     started = time.time()
     with _cluster(recipe, verl, verbose) as (config, options):
-        _follow(TaskRunner.options(**options).remote().run.remote(config, recipe), recipe.folder, total, console)
+        watch = watch_of(config)
+        _follow(TaskRunner.options(**options).remote().run.remote(config, recipe), watch, recipe.folder, total, console)
     return _summarise(recipe, total, time.time() - started)
 
 
@@ -217,8 +219,8 @@ def _require_listener(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def _follow(job: Any, folder: Path, total: int, console: Console) -> None:
-    """Show progress and warnings until the job ends; raise `JobFailed` when it failed."""
+def _follow(job: Any, watch: Watch, folder: Path, total: int, console: Console) -> None:
+    """Show progress and warnings until the job ends; raise `JobFailed` when it failed or one of its processes is gone."""
     metrics, shown = folder / "metrics.jsonl", len(run_dir.warnings(folder))
     columns = (
         TextColumn("{task.description}"),
@@ -242,20 +244,39 @@ def _follow(job: Any, folder: Path, total: int, console: Console) -> None:
             for text in run_dir.warnings(folder)[shown:]:
                 shown += 1
                 console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-            if done:
+            if done or watch.overdue():
                 break
-    outcome(job)
+    if not done:
+        raise JobFailed(_with_engine_error(str(watch.told()), watch.logs))
+    outcome(job, watch)
 
 
-def outcome(job: Any) -> Any:
+def watch_of(config: DictConfig) -> Watch:
+    """What looks after the processes of a job whose driver was just started."""
+    return Watch(_ray_logs(), config.trainer.n_gpus_per_node)
+
+
+def outcome(job: Any, watch: Watch) -> Any:
     """What a driver returned, once it is done. Raises `JobFailed`."""
     try:
         return ray.get(job)
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        raise JobFailed(_with_engine_cause(_one_line(cause), _ray_logs())) from error
     except RayError as error:
-        raise JobFailed(_one_line(error)) from error
+        raise JobFailed(_explained(error, watch)) from error
+
+
+def _explained(error: RayError, watch: Watch) -> str:
+    """One line on why the job ended: the process that is gone where one is, else the error and in which process it arose."""
+    cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+    text = _one_line(cause)
+    lost = isinstance(cause, RayActorError) or bool(_ENGINE_DIED.search(text))
+    deadline = time.monotonic() + (3.0 if lost else 0.0)  # the cluster's tables follow the error
+    while (told := watch.told()) is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if told is not None:
+        return _with_engine_error(told, watch.logs)
+    who = watch.speaker(str(error))
+    text = _with_engine_cause(text, watch.logs)
+    return f"{who}: {text}" if who else text
 
 
 def _state(line: dict[str, Any], heldout: float | None) -> str:
@@ -282,12 +303,26 @@ def _with_engine_cause(text: str, logs: Path) -> str:
     """`text`; where vLLM only says that its engine process died, also the error that this process printed, and where it printed it."""
     if not _ENGINE_DIED.search(text):
         return text
+    own = _engine_error(logs)
+    if own is not None:
+        return f"the engine stopped: {own}"
+    return f"the engine process died without an error of its own, as a killed one does (logs of all processes: {logs})"
+
+
+def _with_engine_error(told: str, logs: Path) -> str:
+    """What is told of an engine's process, with the error that this process printed itself."""
+    own = _engine_error(logs) if told.startswith("engine replica") else None
+    return told if own is None else f"{told}, its own error: {own}"
+
+
+def _engine_error(logs: Path) -> str | None:
+    """The first error that an engine's own process printed and that is not about another process, and where; None without one."""
     for path in sorted(logs.glob("worker-*.err")) + sorted(logs.glob("worker-*.out")):
         for line in path.read_text(errors="replace").splitlines():
             found = _ENGINE_ERROR.search(line)
             if found and not _ENGINE_DIED.search(found[1]):
-                return f"the engine stopped: {found[1][:500]} (log: {path})"
-    return f"the engine process died without an error of its own, as a killed one does (logs of all processes: {logs})"
+                return f"{found[1][:500]} (log: {path})"
+    return None
 
 
 def _summarise(recipe: Recipe, total: int, seconds: float) -> dict[str, Any]:

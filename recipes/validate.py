@@ -95,8 +95,8 @@ def require_enough(verl: DictConfig, problems: int) -> None:
 
 
 def _own_keys(recipe: Recipe, verl: DictConfig) -> None:
-    if recipe.fault.kind not in (None, "skip_sync"):
-        raise RecipeError(f"fault.kind: unknown fault {recipe.fault.kind!r}; known: skip_sync")
+    if recipe.fault.kind not in (None, "skip_sync", "oom"):
+        raise RecipeError(f"fault.kind: unknown fault {recipe.fault.kind!r}; known: skip_sync, oom")
     if not recipe.checks.max_kl > 0:
         raise RecipeError(f"checks.max_kl must be positive, not {recipe.checks.max_kl}")
     if not recipe.checks.kl_warn > 0:

@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from samebits.quant.adapter import AdapterError, Manifest
+from samebits.rollout import ended
 from samebits.rollout.adapter import lora_request
 
 
@@ -75,6 +76,20 @@ class SamebitsServer(vLLMHttpServer):
         # Two slots: the next version is loaded and checked while the current one is still there.
         args.max_loras = 2
         await super().run_server(args)
+        self._watching = asyncio.create_task(self._watch_engine())
+
+    async def _watch_engine(self) -> None:
+        """Tell the job's driver when the engine's process ends: requests learn it from vLLM, but a job may make none for long."""
+        processes = list(self.engine.engine_core.resources.engine_manager.processes)
+        while not self.engine.errored:
+            await asyncio.sleep(0.5)
+        for _ in range(20):  # vLLM hears from an engine that failed a moment before its process is gone
+            if any(process.exitcode is not None for process in processes):
+                break
+            await asyncio.sleep(0.1)
+        gone = [f"process {p.name} (pid {p.pid}) {ended.words(ended.from_exitcode(p.exitcode))}" for p in processes if not p.is_alive()]
+        job = ray.get_runtime_context().get_job_id()
+        ended.leave_note(job, self.replica_rank, f"engine replica {self.replica_rank}: {', '.join(gone) or 'vLLM gave its process up'}")
 
     async def sync_adapter(self, source: str, manifest_json: str, started: float, sender: dict[str, Any] | None = None) -> dict[str, Any]:
         """Load the adapter at `source` on every rank, verify it and make it the one that requests use. Returns the report as a dict.

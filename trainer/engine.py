@@ -17,6 +17,8 @@ What a recipe sets, all through verl's own configuration:
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         batch = pack(micro_batch, self.replay)
         entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         out: M3Output = self.module(*batch, entropy=entropy)
+        if out.logprobs.requires_grad and _out_of_memory_at() == self.adapter_version + 1:
+            out.logprobs.register_hook(_run_out_of_memory)
         offsets = micro_batch["input_ids"].offsets()
         model_output = {"log_probs": torch.nested.nested_tensor_from_jagged(out.logprobs, offsets)}
         if entropy:
@@ -261,6 +265,18 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             "dtype": self.module.spec.dtype,
         }
         return self.module.export_adapter(), config
+
+
+def _out_of_memory_at() -> int | None:
+    """Step of a recipe's injected fault `oom`, in which backward runs out of memory; None without one."""
+    fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
+    return fault["step"] if fault.get("kind") == "oom" else None
+
+
+def _run_out_of_memory(gradient: Tensor) -> None:
+    """What backward meets when a GPU is full, in the words of torch's allocator."""
+    wanted = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.12 GiB is free"
+    raise torch.OutOfMemoryError(f"CUDA out of memory. {wanted} (injected fault oom).")
 
 
 def pack_device(profile: NumericsProfile) -> torch.device | None:

@@ -18,19 +18,15 @@ from samebits.kernels.msa import attend
 from samebits.kernels.msa_ops import Batch
 from samebits.rollout import paged, pages
 
-from .base import engine_layer, fault, layers, replaced
+from .base import engine_layer, fault, layers, on_pages, replaced
 from .engine import OPERATIONS
-
-
-def _on_pages(pair: Pair) -> bool:
-    return isinstance(engine_layer(pair, 0).self_attn.attn, pages.PageCache)
 
 
 @fault("engine", "routing.blocks")
 def block_choice_not_causal(pair: Pair) -> Iterator[Place]:
     """The indexer scores blocks that lie after the query."""
     place = Place(layer=layers(pair)[1])
-    if _on_pages(pair):
+    if on_pages(pair):
         by_kernels = pages.index_topk
 
         def ahead_in_pages(index_q: Tensor, keys: Any, batch: Batch, config: Any) -> Tensor:
@@ -143,7 +139,7 @@ def _batches(change: Callable[[Batch], Batch]) -> Iterator[None]:
 def last_key_masked(pair: Pair) -> Iterator[Place]:
     """Attention leaves out the newest key: the tail's mask is one short."""
     place = Place(layer=0, tensor="model.layers.0.self_attn.attention")
-    if _on_pages(pair):
+    if on_pages(pair):
         with _batches(lambda b: b._replace(position=torch.where(b.position > 0, b.position - 1, b.position))):
             yield place
         return
@@ -168,7 +164,7 @@ def attention_scale_wrong(pair: Pair) -> Iterator[Place]:
 @fault("engine", "logprobs.variants")
 def chunk_forgets_prefix(pair: Pair) -> Iterator[Place]:
     """A prefill that continues a prefix, cached or of an earlier chunk, does not attend to it."""
-    if _on_pages(pair):
+    if on_pages(pair):
         with replaced(pages, "sparse_attention", _forgetting(pages.sparse_attention)):
             yield Place()
         return

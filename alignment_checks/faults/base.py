@@ -10,6 +10,7 @@ from typing import Any
 
 from samebits.alignment_checks.pair import Pair
 from samebits.alignment_checks.report import Place
+from samebits.rollout.pages import PageCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +72,8 @@ def expert(pair: Pair) -> int:
 def engine_layer(pair: Pair, layer: int, replica: int = 0) -> Any:
     """Layer of a replica's serving model."""
     return pair.replicas[replica].model.model.layers[layer]
+
+
+def on_pages(pair: Pair) -> bool:
+    """Whether the engine attends by kernels over pages (`rollout.pages`), and not in torch over rows (`rollout.paged`)."""
+    return isinstance(engine_layer(pair, 0).self_attn.attn, PageCache)

@@ -12,11 +12,14 @@ from torch import Tensor
 import samebits.rollout.model as engine_model
 from samebits.alignment_checks.pair import Pair
 from samebits.alignment_checks.report import Place
+from samebits.kernels.linear import LoRA
+from samebits.kernels.linear_tiles import pack_linear, unpack_linear
 from samebits.kernels.moe import route_topk
-from samebits.kernels.rope import rope_table
+from samebits.kernels.rope import apply_rope, rope_table
+from samebits.rollout import pages
 from samebits.rollout.slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
 
-from .base import engine_layer, fault, layers, replaced
+from .base import engine_layer, fault, layers, on_pages, replaced
 
 OPERATIONS = ("logprobs.operations", "logprobs.generated", "logprobs.reference")
 
@@ -57,6 +60,10 @@ class _Inert:
         """`out` as it is."""
         return out
 
+    def select(self, tokens: int) -> tuple[None, None]:
+        """Nothing for the kernels to add."""
+        return None, None
+
     def views(self, slot: int) -> Any:
         """What is held."""
         return self.adapter.views(slot)
@@ -65,8 +72,24 @@ class _Inert:
 @fault("engine", "weights.effect", *OPERATIONS)
 def delta_added_twice(pair: Pair) -> Iterator[Place]:
     """The adapter's delta is summed over ranks that all hold the whole of it."""
-    add = ProjectionAdapter.add
-    with replaced(ProjectionAdapter, "add", lambda self, out, x: add(self, add(self, out, x), x)):
+    add, select, select_pairs = ProjectionAdapter.add, ProjectionAdapter.select, ProjectionAdapter.select_pairs
+
+    def doubled(pair: LoRA | None) -> LoRA | None:
+        return None if pair is None else LoRA(pair.a, pair.b * 2)
+
+    def selected(self: ProjectionAdapter, tokens: int) -> tuple[LoRA | None, Tensor | None]:
+        chosen, ids = select(self, tokens)
+        return doubled(chosen), ids
+
+    def selected_pairs(self: ProjectionAdapter, tokens: int) -> tuple[list[LoRA | None], Tensor | None]:
+        chosen, ids = select_pairs(self, tokens)
+        return [doubled(one) for one in chosen], ids
+
+    with ExitStack() as stack:
+        # Sums in torch add a delta; kernels are given what to add.
+        stack.enter_context(replaced(ProjectionAdapter, "add", lambda self, out, x: add(self, add(self, out, x), x)))
+        stack.enter_context(replaced(ProjectionAdapter, "select", selected))
+        stack.enter_context(replaced(ProjectionAdapter, "select_pairs", selected_pairs))
         yield Place(layer=0)
 
 
@@ -170,8 +193,17 @@ def shared_expert_missing(pair: Pair) -> Iterator[Place]:
     """The shared expert of one layer adds nothing."""
     layer = layers(pair)[1]
     shared = engine_layer(pair, layer).block_sparse_moe.shared_experts
-    with replaced(shared, "forward", lambda x: torch.zeros_like(x)):
-        yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.shared_experts.activation")
+    place = Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.shared_experts.activation")
+    if shared.gate_up_proj.tiles is None:
+        with replaced(shared, "forward", lambda x: torch.zeros_like(x)):
+            yield place
+        return
+    # One operation with the routed experts: gate and up of zeros give nothing.
+    packed = unpack_linear(shared.gate_up_proj.tiles)
+    nothing = pack_linear(packed._replace(codes=torch.zeros_like(packed.codes)))
+    on_tiles = shared.on_tiles
+    with replaced(shared, "on_tiles", lambda tokens: on_tiles(tokens)._replace(gate_up=nothing, lora=None)):
+        yield place
 
 
 @contextmanager
@@ -215,8 +247,22 @@ def norm_without_one(pair: Pair) -> Iterator[Place]:
 def query_norm_missing(pair: Pair) -> Iterator[Place]:
     """Queries of one layer are not normed by head."""
     layer = layers(pair)[1]
-    with replaced(engine_layer(pair, layer).self_attn.q_norm, "forward", lambda x: x):
-        yield Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.q")
+    attention, place = engine_layer(pair, layer).self_attn, Place(layer=layer, tensor=f"model.layers.{layer}.self_attn.q")
+    if not on_pages(pair):
+        with replaced(attention.q_norm, "forward", lambda x: x):
+            yield place
+        return
+    by_kernels = pages.kv_insert
+
+    def insert(q, k, v, index_q, index_k, norms, table, position, slots, main, index):  # type: ignore[no-untyped-def]
+        out, index_out = by_kernels(q, k, v, index_q, index_k, norms, table, position, slots, main, index)
+        if main is attention.attn.main:
+            cos, sin = (rows[position.clamp_min(0).long()] for rows in table)
+            out = apply_rope(q, cos, sin).to(out.dtype)
+        return out, index_out
+
+    with replaced(pages, "kv_insert", insert):
+        yield place
 
 
 @contextmanager

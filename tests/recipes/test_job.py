@@ -1,6 +1,9 @@
 """The whole job for real: verl, Ray, vLLM and the trainer on the shipped tiny model, a few steps each."""
 
+import hashlib
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
@@ -37,7 +41,7 @@ def start(run: Path, *extra: str) -> subprocess.Popen:
 
 def finish(run: Path, *extra: str) -> tuple[int, str]:
     process = start(run, *extra)
-    status = process.wait(timeout=540)
+    status = process.wait(timeout=900)
     return status, (run.parent / f"{run.name}.log").read_text()
 
 
@@ -130,37 +134,123 @@ def test_the_same_command_again_changes_nothing(finished):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-def test_killed_job_resumes_as_if_nothing_happened(finished, tmp_path):
-    run = tmp_path / "killed"
-    process = start(run)
-    deadline = time.time() + 400
-    while time.time() < deadline and process.poll() is None:
-        lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
-        if lines and lines[-1]["step"] >= 2:
-            break
-        time.sleep(0.05)
-    assert process.poll() is None, (tmp_path / "killed.log").read_text()[-3000:]
-    time.sleep(0.3)  # into step 3
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    status, log = finish(run)
+class Ends:
+    """One run that is brought to an end in step 3 again and again, each time resumed by the same command from the checkpoint of step 2."""
+
+    # Evaluations before training would take most of the time of these starts.
+    QUIET = ("trainer.val_before_train=false", "trainer.test_freq=-1")
+
+    def __init__(self, folder: Path) -> None:
+        self.run = folder / "run"
+        self.kept: dict[str, str] = {}
+
+    def preflights(self) -> int:
+        history = self.run / HISTORY
+        return sum(h["occasion"] == "preflight" for h in read_history(history)) if history.is_file() else 0
+
+    def ended_by(self, who: str | None, *extra: str) -> tuple[float, int, str, int]:
+        """Start, kill the process whose title holds `who` in the next step (None: the command itself); seconds, status, last line, pid."""
+        before, resumed = self.preflights(), bool(self.kept)
+        process = start(self.run, *self.QUIET, *extra)
+        tree: dict[int, psutil.Process] = {}
+        deadline = time.time() + 900
+        while process.poll() is None and (self.preflights() <= before if resumed else self.last_step() < 2):
+            assert time.time() < deadline, self.log()[-3000:]
+            time.sleep(0.05)
+        assert process.poll() is None, self.log()[-3000:]
+        time.sleep(0.3)  # into the step
+        tree = {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
+        victim = process.pid
+        if who is not None:
+            (victim,) = (pid for pid, child in tree.items() if " ".join(child.cmdline()).startswith(who))
+        killed = time.time()
+        os.kill(victim, signal.SIGKILL)
+        status = process.wait(timeout=120)
+        seconds = time.time() - killed
+        _, alive = psutil.wait_procs(tree.values(), timeout=60)
+        alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not alive, [(p.pid, p.name()) for p in alive]
+        self.keep()
+        return seconds, status, self.log().strip().splitlines()[-1], victim
+
+    def last_step(self) -> int:
+        metrics = self.run / "metrics.jsonl"
+        lines = read_metrics(metrics) if metrics.is_file() else []
+        return lines[-1]["step"] if lines else -1
+
+    def log(self) -> str:
+        return (self.run.parent / f"{self.run.name}.log").read_text()
+
+    def keep(self) -> None:
+        """The checkpoint of step 2 is there, the only one, and byte for byte what it was at the end before."""
+        folder = self.run / "checkpoints"
+        assert [p.name for p in folder.glob("global_step_*")] == ["global_step_2"]
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+        found = {str(p.relative_to(folder)): hashlib.blake2b(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+        assert self.kept in ({}, found) and "global_step_2/data.pt" in found
+        self.kept = found
+        assert self.last_step() == 2
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> Ends:
+    return Ends(tmp_path_factory.mktemp("ends"))
+
+
+def test_skipped_sync_stops_the_job_and_names_what_is_stale(ends):
+    status, log = finish(ends.run, *ends.QUIET, "fault.kind=skip_sync", "fault.step=3")
+    assert status == 1
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("samebits: stopped:") and "version 2 is held, the trainer is at 3" in last and "lora_A" in last
+    ends.keep()
+
+
+def test_a_killed_trainer_ends_the_job_in_one_line(ends):
+    seconds, status, last, pid = ends.ended_by("ray::WorkerDict")
+    assert status == 1 and seconds < 60
+    assert re.fullmatch(
+        rf"samebits: stopped: trainer rank 0 \(pid {pid}\) (was )?ended.*, without an error of its own \(log: .*\)", last
+    ), last
+
+
+def test_a_killed_engine_ends_the_job_in_one_line(ends):
+    seconds, status, last, pid = ends.ended_by("VLLM::EngineCore")
+    assert status == 1 and seconds < 60
+    assert last == f"samebits: stopped: engine replica 0: process EngineCore (pid {pid}) was ended by signal 9 (SIGKILL)"
+
+
+@pytest.mark.long
+def test_a_killed_server_ends_the_job_in_one_line(ends):
+    seconds, status, last, pid = ends.ended_by("ray::SamebitsServer")
+    assert status == 1 and seconds < 60
+    assert last.startswith(f"samebits: stopped: server of engine replica 0 (pid {pid}) "), last
+
+
+@pytest.mark.long
+def test_a_trainer_out_of_memory_ends_the_job_in_one_line(ends):
+    status, log = finish(ends.run, *ends.QUIET, "fault.kind=oom", "fault.step=3")
+    last = log.strip().splitlines()[-1]
+    assert status == 1
+    assert last.startswith("samebits: stopped: trainer rank 0: CUDA out of memory. Tried to allocate 2.00 GiB."), last
+    ends.keep()
+
+
+def test_a_killed_command_leaves_nothing_behind(ends):
+    _, status, _, _ = ends.ended_by(None)
+    assert status == -signal.SIGKILL
+
+
+def test_a_run_that_ended_so_often_goes_on_as_if_nothing_had_happened(ends, finished):
+    status, log = finish(ends.run, *ends.QUIET)
     assert status == 0, log[-3000:]
     straight = {line["step"]: line for line in read_metrics(finished / "metrics.jsonl")}
-    resumed = {line["step"]: line for line in read_metrics(run / "metrics.jsonl")}
-    assert sorted(resumed) == sorted(straight)
+    resumed = {line["step"]: line for line in read_metrics(ends.run / "metrics.jsonl")}
+    assert sorted(resumed) == [1, 2, 3, 4]
     for step in (3, 4):
         for key in ("prompts/digest", "samples/digest", "reward/mean", "replay/rows"):
             assert resumed[step][key] == straight[step][key], (step, key)
         for key in ("train/loss", "train/grad_norm"):
             assert resumed[step][key] == pytest.approx(straight[step][key], rel=1e-5, abs=1e-9), (step, key)
-
-
-def test_skipped_sync_stops_the_job_and_names_what_is_stale(tmp_path):
-    status, log = finish(tmp_path / "fault", "fault.kind=skip_sync", "fault.step=2")
-    assert status == 1
-    last = log.strip().splitlines()[-1]
-    assert last.startswith("samebits: stopped:") and "version 1 is held, the trainer is at 2" in last and "lora_A" in last
-    assert [line["step"] for line in read_metrics(tmp_path / "fault" / "metrics.jsonl")] == [0, 1]
 
 
 def test_an_engine_that_did_not_start_is_explained_by_its_own_error(tmp_path):

@@ -5,7 +5,6 @@ What differs from a GPU is who computes the ops. Against the engine of CPUs, whi
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,9 @@ import torch
 from samebits.kernels.expert_tiles import NVFP4Tiles
 from samebits.kernels.linear_tiles import MXFP8Tiles
 from samebits.quant.profile import get_profile
-from samebits.rollout import attention, paged, pages, quantization, slots
+from samebits.rollout import paged, pages
 from samebits.rollout.pages import PageCache
+from tests.support.gpu_wiring import as_on_a_gpu
 
 from .conftest import adapter, prompt
 
@@ -23,27 +23,9 @@ pytestmark = pytest.mark.slow
 LENGTHS = (1, 127, 128, 129, 700, 2600)
 
 
-@contextmanager
-def _as_on_a_gpu():
-    patch = pytest.MonkeyPatch()
-    try:
-        patch.setattr(quantization, "takes_tiles", lambda device, dtype: dtype is torch.bfloat16)
-        patch.setattr(attention, "kernels_attend", lambda config, dtype: True)
-        original = slots.AdapterSlots.__init__
-
-        def init(self, *args, **options):
-            original(self, *args, **options)
-            self.by_token = True
-
-        patch.setattr(slots.AdapterSlots, "__init__", init)
-        yield
-    finally:
-        patch.undo()
-
-
 @pytest.fixture(scope="module", params=["bfloat16", "nvfp4"])
 def engine(request, start):
-    with _as_on_a_gpu():
+    with as_on_a_gpu():
         made = start(
             dtype="bfloat16",
             max_model_len=4096,
