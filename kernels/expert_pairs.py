@@ -128,10 +128,15 @@ def _plans(pairs: Pairs, tile: int, part: Part):
     return plan._replace(order=pairs.row[plan.order]), plan._replace(order=pairs.target[plan.order])
 
 
+def _readable(loras: Loras, dtype: torch.dtype) -> Loras:
+    """As kernels read them. Gradients come in the dtype of the adapters themselves: fp32 masters get sums that were never rounded."""
+    return tuple(None if pair is None else LoRA(pair.a.to(dtype), pair.b.to(dtype)) for pair in loras)
+
+
 def _kernel_outputs(xs: Tensor, pairs: Pairs, slots: Tensor, part: Part, keep: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     from .triton_moe import cuts, weight_product
 
-    gate, up, down = part.loras
+    gate, up, down = _readable(part.loras, xs.dtype)
     inner, outer = cuts(len(pairs.row), len(part.w13.codes))
     by_row, by_target = _plans(pairs, inner.tokens, part)
     row_slots, target_slots = (slots, pairs.slot) if part.slotted else (None, None)
@@ -147,7 +152,7 @@ def _kernel_gradients(xs: Tensor, grads: Tensor, pairs: Pairs, slots: Tensor, pa
     from .triton_moe_grad import back_cut, back_product, outer_product, rank_product, swiglu_back
 
     u, u2, halves = kept
-    gate, up, down = part.loras
+    gate, up, down = _readable(part.loras, xs.dtype)
     count, experts = len(pairs.row), len(part.w13.codes)
     row_slots, target_slots = (slots, pairs.slot) if part.slotted else (None, None)
     if halves is None:
@@ -165,7 +170,7 @@ def _kernel_gradients(xs: Tensor, grads: Tensor, pairs: Pairs, slots: Tensor, pa
     def adapters() -> list[Tensor | None]:
         found: list[Tensor | None] = [None] * 6
         half, width = dh.shape[1] // 2, 0 if v is None else v.shape[1] // 2
-        for at, one in ((0, gate), (1, up)):
+        for at, one in enumerate(part.loras[:2]):
             if one is not None:
                 columns, ranks = slice(at * half, (at + 1) * half), slice(at * width, (at + 1) * width)
                 found[2 * at] = outer_product(xs, v[:, ranks], one.a, by_row, row_slots, gather=True, weights=None, is_a=True)
@@ -173,10 +178,10 @@ def _kernel_gradients(xs: Tensor, grads: Tensor, pairs: Pairs, slots: Tensor, pa
                     dh[:, columns], u[:, ranks], one.b, by_row, row_slots, gather=False, weights=None, is_a=False
                 )
         if down is not None:
-            found[4] = outer_product(act, v2, down.a, by_target, target_slots, gather=False, weights=pairs.weight, is_a=True)
+            found[4] = outer_product(act, v2, part.loras[2].a, by_target, target_slots, gather=False, weights=pairs.weight, is_a=True)
             # A row's token has a gradient for every choice, so that the weight goes with the place, rounded as the kernel rounds it.
             weighted = (u2.float() * pairs.weight[by_target.order][:, None]).to(u2.dtype)
-            found[5] = outer_product(grads, weighted, down.b, by_row, row_slots, gather=True, weights=None, is_a=False)
+            found[5] = outer_product(grads, weighted, part.loras[2].b, by_row, row_slots, gather=True, weights=None, is_a=False)
         return found
 
     return dx, dw, adapters

@@ -99,8 +99,6 @@ def expert_parallel_moe(
     ranges = [(a - first, b - first) for a, b in itertools.pairwise(edges)]
     call = Call(routes, ranges, w13, w2, activation, adapter_ids is not None, recompute, w4a4, group)
     flat = [t for pair in lora or () for t in (pair or (None, None))] or [None] * 6
-    if takes_kernels(x, w13, w4a4):  # kernels read bf16; a gradient comes back through the cast
-        flat = [None if t is None else t.to(x.dtype) for t in flat]
     return _ExpertParallel.apply(x.contiguous(), weights, call, *flat)
 
 
