@@ -184,7 +184,10 @@ def _environment(recipe: Recipe) -> dict[str, str]:
 
 
 def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> None:
-    """Start Ray on this machine or, for a recipe of several nodes, join the cluster that runs. Raises `RecipeError` in one line."""
+    """Start Ray on this machine or, for a recipe of several nodes, join the cluster that runs.
+
+    Raises in one line: `RecipeError` where the recipe and the cluster do not fit, `JobFailed` where this machine's Ray does not start.
+    """
     init = {k: v for k, v in OmegaConf.to_container(verl.ray_kwargs.ray_init, resolve=True).items() if v is not None}
     init.pop("runtime_env", None)
     init |= {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "WARNING"}
@@ -192,7 +195,11 @@ def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> 
     if nodes == 1 and not address:
         try:
             ray.init(address="local", include_dashboard=False, **init)
+<<<<<<< HEAD
         except Exception as error:  # Ray has no class of its own for a node that did not start
+=======
+        except Exception as error:  # what Ray raises when its processes are not up in time, on a machine with too much to do
+>>>>>>> robust
             raise JobFailed(f"Ray did not start on this machine: {_one_line(error)}") from error
         return
     for size in ("num_cpus", "num_gpus"):

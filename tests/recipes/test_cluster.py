@@ -69,6 +69,16 @@ def test_no_cluster_on_this_machine_is_one_line(init, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def test_a_ray_that_does_not_start_on_this_machine_is_one_line(init, monkeypatch):
+    def slow(**_):
+        raise Exception("The current node timed out during startup.\nThis could happen because the GCS is overloaded.")
+
+    monkeypatch.setattr(job.ray, "init", slow)
+    with pytest.raises(job.JobFailed, match="Ray did not start on this machine: This could happen") as caught:
+        start()
+    assert "\n" not in str(caught.value)
+
+
 def test_an_address_in_the_environment_is_joined_by_one_node_too(init, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
