@@ -195,11 +195,7 @@ def _start_ray(verl: DictConfig, verbose: bool, environment: dict[str, str]) -> 
     if nodes == 1 and not address:
         try:
             ray.init(address="local", include_dashboard=False, **init)
-<<<<<<< HEAD
-        except Exception as error:  # Ray has no class of its own for a node that did not start
-=======
-        except Exception as error:  # what Ray raises when its processes are not up in time, on a machine with too much to do
->>>>>>> robust
+        except Exception as error:  # Ray has no class of its own for processes that are not up in time, on a machine with too much to do
             raise JobFailed(f"Ray did not start on this machine: {_one_line(error)}") from error
         return
     for size in ("num_cpus", "num_gpus"):
