@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .baseline_cli import baseline
 from .bench_cli import bench_app
 from .evaluate_cli import evaluate
 from .plan_cli import plan_app
@@ -31,6 +32,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(verify_app, name="verify")
 app.command("eval")(evaluate)
 app.command("serve")(serve)
+bench_app.command("baseline")(baseline)
 app.add_typer(bench_app, name="bench")
 console = Console()
 
