@@ -75,7 +75,9 @@ def parameters(name: str) -> int:
 def write_model(name: str, folder: Path, seed: int) -> None:
     """Write a bf16 checkpoint with random weights by `seed`, and the mini tokenizer, into the new `folder`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(model_config(name), dtype=torch.bfloat16)
     _spread(model)
