@@ -49,12 +49,12 @@ class _Output(threading.Thread):
                     print(line, file=sys.stderr, flush=True)
                 self.traced |= _TRACEBACK in line
                 found = _ERROR.search(line)
-                if found and not _BLAND.search(line):
+                if self.traced and found and not _BLAND.search(line):
                     self.errors.append(f"{found[1]}: {found[2][:400]}")
                 self.last = line or self.last
 
     def cause(self) -> str:
-        """The first error that was printed and says something, else the last line."""
+        """The first error after the first traceback that says something, else the last line."""
         return self.errors[0] if self.errors else self.last
 
 
