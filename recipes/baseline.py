@@ -28,8 +28,7 @@ from .config import RECIPES, Recipe, RecipeError, load_recipe, require_device, s
 SHIM, CPU_SHIM = "samebits.recipes.baseline_shim", "samebits.recipes.baseline_cpu"
 CONFIG = "baseline_run"
 _SHARED = (
-    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "data.shuffle", "data.seed", "data.truncation",
-    "data.dataloader_num_workers", "data.filter_overlong_prompts", "data.return_raw_chat",
+    "data",
     "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_alpha",
     "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.actor.ppo_epochs", "actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.actor.shuffle",
@@ -59,7 +58,10 @@ _ON_CPU = {
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "ray_kwargs.ray_init.num_cpus": 32,
 }
-_OWN = ("trainer.total_training_steps", "trainer.logger", "trainer.save_freq", "trainer.test_freq", "data.train_files", "data.val_files")
+_OWN = (
+    "actor_rollout_ref.model.path", "data.train_files", "data.val_files", "trainer.default_local_dir", "trainer.experiment_name",
+    "trainer.total_training_steps", "trainer.logger", "trainer.save_freq", "trainer.test_freq",
+)  # fmt: skip
 """Keys that the measurement sets itself."""
 
 

@@ -57,6 +57,7 @@ def test_overrides_are_of_stock_verl_and_the_seed_of_both():
         (job("data.train_bach_size=3"), "unknown key data.train_bach_size; did you mean data.train_batch_size?"),
         (job("lora.rank=8"), "lora.rank=8: of samebits' own keys the baseline knows only seed"),
         (job("trainer.save_freq=1"), "trainer.save_freq is set by the measurement itself"),
+        (job("actor_rollout_ref.model.path=x"), "actor_rollout_ref.model.path is set by the measurement itself"),
         (job("seed=x"), "seed"),
         (job(model="qwen3-moe"), "no model called 'qwen3-moe'; there are: qwen3-moe-mini, qwen3-tiny"),
         (job(device="cpu"), "qwen3-moe-mini needs a GPU: stock vLLM has no experts under LoRA on a CPU; qwen3-tiny runs there"),
