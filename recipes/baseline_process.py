@@ -21,7 +21,7 @@ STALLED_S = 120.0
 """Seconds without a step after a traceback until the job has failed."""
 _GRACE_S = 15.0
 _TRACEBACK = "Traceback (most recent call last)"
-_ERROR = re.compile(r"\b((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (.+)")
+_ERROR = re.compile(r"\b((?:\w+\.)*(?:[A-Z]\w*)?(?:Error|Exception)): (.+)")
 _BLAND = re.compile(r"Engine core initialization failed|EngineCore encountered an issue|RayTaskError|ActorDiedError|RayActorError")
 
 

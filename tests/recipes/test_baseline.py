@@ -190,6 +190,7 @@ def test_a_process_that_ends_well_leaves_its_output(tmp_path):
     ("code", "limit", "stalled", "said"),
     [
         ("print('AError: warned'); raise ValueError('no such thing')", 60, 60, "it ended with status 1; ValueError: no such thing"),
+        ("raise Exception('no Ray')", 60, 60, "it ended with status 1; Exception: no Ray"),
         ("import time; time.sleep(60)", 1, 60, "it did not end within 1 s; it printed nothing"),
         (
             "import traceback, time\ntry: {}['x']\nexcept KeyError: traceback.print_exc()\nprint('AttributeError: gone'); time.sleep(60)",
