@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .baseline_cli import baseline
 from .bench_cli import bench_app
 from .evaluate_cli import evaluate
 from .plan_cli import plan_app
@@ -29,7 +30,10 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(verify_app, name="verify")
 app.command("eval")(evaluate)
 app.command("serve")(serve)
-app.add_typer(bench_app, name="bench", help="Measure a training step, an adapter sync, or kernels on this machine's GPU.")
+bench_app.command("baseline")(baseline)
+app.add_typer(
+    bench_app, name="bench", help="Measure a training step, an adapter sync, kernels on this machine's GPU, or stock verl beside them."
+)
 console = Console()
 
 

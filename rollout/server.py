@@ -236,7 +236,7 @@ class SamebitsServer(vLLMHttpServer):
             raise ValueError(f"prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.config.max_model_len}")
         wanted = params.pop("max_tokens", None) or params.pop("max_new_tokens", None) or self.config.response_length
         sampling = SamplingParams(
-            **(params | {"logprobs": 0 if params.get("logprobs") else None}),
+            **({"ignore_eos": self.config.ignore_eos} | params | {"logprobs": 0 if params.get("logprobs") else None}),
             max_tokens=min(wanted, room),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

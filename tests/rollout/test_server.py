@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,3 +57,21 @@ def test_failed_sync_is_not_used_and_its_tensor_is_named():
     assert server._adapter_version == 1 and server.engine.removed == [0]
     with pytest.raises(WeightMismatch, match=f"replica 0 rank 0: {NAME} differs"):
         verify_sync([report], 2, "p")
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_the_end_token_is_ignored_as_the_rollout_s_configuration_says(ignored):
+    """Responses of one length, whatever the model says: what a benchmark at equal tokens stands on."""
+    asked = []
+
+    class Requests:
+        async def add_request(self, request_id, prompt, sampling, **_):
+            asked.append(sampling)
+
+    server = SamebitsServer.__new__(SamebitsServer)
+    server.engine, server._adapter_version = Requests(), 0
+    server.config = SimpleNamespace(max_model_len=64, response_length=16, ignore_eos=ignored)
+    for params in ({"temperature": 1.0}, {"ignore_eos": not ignored}):
+        asyncio.run(server._submit([1, 2], dict(params), "r", 0))
+    assert [sampling.ignore_eos for sampling in asked] == [ignored, not ignored]
+    assert {sampling.max_tokens for sampling in asked} == {16}

@@ -1,0 +1,115 @@
+"""Runs stock verl to its end, or ends it: when it takes too long, and when a part of it failed and the rest waits for ever.
+
+verl's driver does not end when a worker or the engine fails in a sync: the traceback is printed and the sender waits. So a job that has
+printed a traceback and then finishes no step for `STALLED_S` has failed. What verl prints is kept in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STALLED_S = 120.0
+"""Seconds without a step after a traceback until the job has failed."""
+_GRACE_S = 15.0
+_TRACEBACK = "Traceback (most recent call last)"
+_ERROR = re.compile(r"\b((?:\w+\.)*(?:[A-Z]\w*)?(?:Error|Exception)): (.+)")
+_BLAND = re.compile(r"Engine core initialization failed|EngineCore encountered an issue|RayTaskError|ActorDiedError|RayActorError")
+
+
+class BaselineFailed(RuntimeError):
+    """Stock verl stopped, or took too long. The message is one line."""
+
+
+class _Output(threading.Thread):
+    """Reads what a process prints, into a file and, when `shown`, to standard error."""
+
+    def __init__(self, pipe, log: Path, shown: bool) -> None:
+        super().__init__(daemon=True)
+        self.pipe, self.log, self.shown = pipe, log, shown
+        self.traced = False
+        """Whether a traceback was printed."""
+        self.errors: list[str] = []
+        self.last = "it printed nothing"
+
+    def run(self) -> None:
+        with self.log.open("w") as log:
+            for raw in self.pipe:
+                line = raw.decode(errors="replace").rstrip()
+                print(line, file=log, flush=True)
+                if self.shown:
+                    print(line, file=sys.stderr, flush=True)
+                self.traced |= _TRACEBACK in line
+                found = _ERROR.search(line)
+                if self.traced and found and not _BLAND.search(line):
+                    self.errors.append(f"{found[1]}: {found[2][:400]}")
+                self.last = line or self.last
+
+    def cause(self) -> str:
+        """The first error after the first traceback that says something, else the last line."""
+        return self.errors[0] if self.errors else self.last
+
+
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    metrics: Path,
+    limit: float,
+    verbose: bool,
+    stalled: float = STALLED_S,
+) -> None:
+    """Run `command` in `folder` with exactly `environment`; a step is done whenever `metrics` grows.
+
+    Raises `BaselineFailed` when it ends badly, has not ended after `limit` seconds, or stands still for `stalled` after a traceback.
+    """
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    output = _Output(process.stdout, folder / "output.log", verbose)
+    output.start()
+    problem: str | None = None
+    started = moved = time.monotonic()
+    size = 0
+    try:
+        while problem is None and process.poll() is None:
+            time.sleep(0.2)
+            now, before, size = time.monotonic(), size, metrics.stat().st_size if metrics.is_file() else 0
+            if size != before or not output.traced:
+                moved = now
+            if now - started > limit:
+                problem = f"it did not end within {limit:g} s"
+            elif now - moved > stalled:
+                problem = f"it stood still for {stalled:g} s after an error"
+    finally:
+        _end(process)
+    output.join(timeout=5)
+    if problem is None and process.returncode != 0:
+        problem = f"it ended with status {process.returncode}"
+    if problem is not None:
+        raise BaselineFailed(f"stock verl: {problem}; {output.cause()}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Let the driver shut its Ray down, then kill what is left of its group. Ray's own processes end with the driver."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
