@@ -1,7 +1,8 @@
 """What verl measured of its own steps, in the form in which `samebits bench step` writes what it measured, and the two side by side.
 
 verl's timers are of the driver, so a phase includes the waiting for it. Generation is the timer `gen`: verl hands the prompts over before
-and waits there until the last response is graded. Phases that only one side has are shown with the other side empty.
+and waits there until the last response is graded. It looks every two seconds (`WAITING`), which counts where steps are short.
+Phases that only one side has are shown with the other side empty.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PHASES = {
     "sync": "timing_s/update_weights",
 }
 """verl's timers by the names of `samebits bench step`."""
+WAITING = "verl looks for finished samples every 2 s: so much of a rollout may be waiting"
+"""A property of stock (`poll_interval` of its replay buffer, which no key sets) that shows in its times."""
 _STEP = "timing_s/step"
 _NEEDED = (_STEP, "timing_s/gen", "timing_s/update_actor", "timing_s/update_weights", "prompt_length/mean", "response_length/mean")
 _PEAKS = {"allocated": "actor/perf/max_memory_allocated_gb", "reserved": "actor/perf/max_memory_reserved_gb"}
@@ -108,6 +111,7 @@ def measured(
             "parameters": parameters(model),
             "shortest_response": min(line.get("response_length/min", line["response_length/mean"]) for line in steps),
             "longest_response": max(line.get("response_length/max", line["response_length/mean"]) for line in steps),
+            "waiting": WAITING,
             "deviations": list(deviations),
             "settings": dict(settings),
         },
@@ -204,6 +208,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         lines.append(
             f"responses have {baseline['shortest_response']:.0f} to {baseline['longest_response']:.0f} tokens: not all the longest"
         )
+    lines.append(WAITING)
     lines += [f"not stock: {text}" for text in baseline["deviations"]]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
