@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,8 +107,10 @@ def labels_not_shifted(pair: Pair) -> Iterator[Place]:
 def _objective(change: Callable[..., Any]) -> Iterator[None]:
     original = trainer_objective.tis_loss
 
-    def loss(logprobs: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, total: float, ranks: int = 1, cap: float = 2.0) -> Any:
-        return change(original, logprobs, rollout, advantages, mask, total, ranks, cap)
+    def loss(
+        logprobs: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, total: float, ranks: int = 1, cap: float = 2.0, **more
+    ) -> Any:
+        return change(functools.partial(original, **more), logprobs, rollout, advantages, mask, total, ranks, cap)
 
     with replaced(trainer_objective, "tis_loss", loss):
         yield

@@ -157,7 +157,7 @@ def test_the_sides_of_vllm_compute_the_experts_with_the_adapter_where_it_belongs
 
     lines, why_not = bench_vllm.vllm_lines(made, (HIDDEN, WIDTH, EXPERTS, TOP), lora, dense, line)
     assert why_not is None and [one["tokens"] for one in lines] == [4] * 3 + [1] * 3
-    assert all(one["relative_error"] < 2e-2 for one in lines), lines
+    assert all(one["relative_error"] < 3e-2 for one in lines), lines
     assert [one["name"].split(maxsplit=2)[2] for one in lines[:3]] == ["Marlin", "Marlin, LoRA", "fused experts bf16"]
     assert vllm == [4, 2, 4, 2, 4, 2] + [1] * 6
     # The reference tells an adapter that is left out, or that sits on another projection.

@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from samebits.kernels.expert_routes import make_routes, owned, part_edges
@@ -27,7 +27,7 @@ def routing(world, k, experts, tokens, few, seed):
     return ids, torch.randint(-1, 3, ids.shape[:2], generator=g).int(), torch.rand(ids.shape, generator=g)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds())
 def test_every_pair_is_computed_once_and_comes_home(case):
     world, parts, k, experts, tokens, few, seed = case

@@ -170,7 +170,7 @@ def test_shipped_recipes_state_only_what_differs():
         text = (RECIPES / f"{name}.yaml").read_text()
         assert "base: dapo_math.yaml" in text and len(text.splitlines()) < 30
     mini = {"mini_m3", "mini_m3_h200", "mini_m3_h200_x2"}  # see test_mini_m3
-    assert {p.stem for p in RECIPES.glob("*.yaml")} == {*SHIPPED, *mini, "base", "dapo_math", "models", "hardware", "serving"}
+    assert {p.stem for p in RECIPES.glob("*.yaml")} == {*SHIPPED, *mini, "base", "baseline", "dapo_math", "models", "hardware", "serving"}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ def start(checkpoint) -> Callable:
     """Starts an engine in this process, on `folder` or the session's checkpoint, with whatever options differ from the usual ones."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 
+    # Kept to the end of the session: an engine that goes takes the process group with it, in which others and later ones live.
+    kept = []
+
     def start(kv_cache: str = "auto", folder: Path = checkpoint, **options):
         from vllm import LLM
 
@@ -46,7 +49,8 @@ def start(checkpoint) -> Callable:
             worker_extension_cls="samebits.rollout.worker.WorkerExtension",
             additional_config={"samebits": {"profile": PROFILE, "kv_cache": kv_cache, "rank": RANK}},
         )
-        return Engine(LLM(str(folder), **(usual | options)), kv_cache)
+        kept.append(Engine(LLM(str(folder), **(usual | options)), kv_cache))
+        return kept[-1]
 
     return start
 

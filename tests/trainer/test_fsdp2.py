@@ -115,7 +115,7 @@ def test_metrics_do_not_depend_on_ranks_or_micro_batches(runs):
     _, _, loaded = runs
     for one, two in zip(loaded[1, 0]["metrics"], loaded[2, 0]["metrics"], strict=True):
         assert one.keys() == two.keys() and "mismatch/kl" in one
-        for name in one:
+        for name in (n for n in one if not n.startswith("phase/")):  # those are seconds and bytes
             assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-6), name
 
 
