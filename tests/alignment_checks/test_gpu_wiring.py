@@ -33,7 +33,7 @@ OTHER_ENGINES = {"base_in_bf16", "global_scale_of_one_half"}
 OTHERS = ("no_op_sync", "gate_up_swapped", "routes_without_last_row", "replay_without_effect", "ratio_swapped")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wired():
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
