@@ -11,12 +11,9 @@ Before a shape is timed its output is compared with torch in fp64 on two request
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ from samebits.quant import bench as formats
 from samebits.quant import kv
 
 from . import msa_ops
-from .bench_msa import BYTES, GROUPS, HEADS, random_pages, random_rows, replay, show
+from .bench_msa import BYTES, GROUPS, HEADS, command, copy_bandwidth, random_pages, random_rows, replay
 from .msa import SparseConfig
 from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
 
@@ -40,17 +37,7 @@ PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CU
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("samebits: the benchmark of dense attention needs a CUDA GPU", file=sys.stderr)
-        return 2
-    result = run()
-    show(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result["right"] else 1
+    return command(__doc__, "dense attention", run, argv)
 
 
 def run(
@@ -58,9 +45,7 @@ def run(
 ) -> dict[str, Any]:
     """All shapes and formats, and torch's own attention. `save` gets what there is after each shape, and all of it at the end."""
     result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **formats.machine("cuda")}
-    w = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
-    copy = 2 * w.nbytes / formats.time_copy(w, repeat)
-    del w
+    copy = copy_bandwidth(repeat)
     result |= {"copy_gb_s": copy / 1e9, "equal": {}, "results": [], "peers": {}}
     for requests, context in shapes:
         for form in FORMATS:

@@ -42,11 +42,16 @@ CONFIG = SparseConfig()
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    return command(__doc__, "MSA", run, argv)
+
+
+def command(about: str, what: str, run: Callable[[], dict[str, Any]], argv: list[str] | None) -> int:
+    """A benchmark of attention as a command: run, shown, and written where `--json` says. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("samebits: the MSA benchmark needs a CUDA GPU", file=sys.stderr)
+        print(f"samebits: the benchmark of {what} needs a CUDA GPU", file=sys.stderr)
         return 2
     result = run()
     show(result)
@@ -55,14 +60,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if result["right"] else 1
 
 
+def copy_bandwidth(repeat: int) -> float:
+    """Bytes a second of a device copy of 2 GiB, read and written."""
+    w = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    return 2 * w.nbytes / formats.time_copy(w, repeat)
+
+
 def run(
     shapes: tuple[tuple[int, int], ...] = SHAPES, repeat: int = 20, save: Callable[[dict[str, Any]], Any] = lambda result: None
 ) -> dict[str, Any]:
     """All shapes and formats, and what peers there are. `save` gets what there is after each shape, and all of it at the end."""
     result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **formats.machine("cuda")}
-    w = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
-    copy = 2 * w.nbytes / formats.time_copy(w, repeat)
-    del w
+    copy = copy_bandwidth(repeat)
     result |= {"copy_gb_s": copy / 1e9, "equal": {}, "results": [], "peers": {}}
     peers = load_peers(result["peers"])
     for requests, context in shapes:

@@ -213,6 +213,8 @@ for step in range(5):
     print(step, file=open(os.environ['FOLDER'] + '/metrics.jsonl', 'a'))
 """
     start(tmp_path, code, stalled=1.5)
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    assert metrics.read_text().split() == list("01234")
 
 
 # ----------------------------------------------------------------------------------------------------------------------- result

@@ -8,7 +8,9 @@ from samebits.kernels.msa import SparseConfig
 from samebits.kernels.msa_ops import Batch, Pages, batch_of
 from samebits.quant import kv
 from tests.support.msa_cases import FORMATS, make
+from tests.support.msa_gpu import distance, same
 
+pytest_plugins = ("tests.support.msa_gpu",)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONFIG = SparseConfig()
 SCALE = msa_ops.default_scale()
@@ -21,27 +23,6 @@ def kernels():
     from samebits.kernels import triton_msa
 
     return triton_msa
-
-
-@pytest.fixture
-def reference(monkeypatch):
-    """Call with the ops to have the torch reference on the device."""
-
-    def run(call):
-        with monkeypatch.context() as m:
-            m.setattr(msa_ops, "_kernels_take", lambda *_: False)
-            return call()
-
-    return run
-
-
-def distance(have, want):
-    return ((have.float() - want.float()).norm() / want.float().norm()).item()
-
-
-def same(a, b):
-    """Equal bits, NaN and signed zeros included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def part(case, rows: list[int]):

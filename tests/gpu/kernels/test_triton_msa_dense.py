@@ -6,7 +6,9 @@ import torch
 from samebits.kernels import msa_ops
 from samebits.kernels.msa_ops import Batch, Packed, Pages, batch_of
 from tests.support.msa_cases import FORMATS, make, one_buffer
+from tests.support.msa_gpu import distance, same
 
+pytest_plugins = ("tests.support.msa_gpu",)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SCALE = msa_ops.default_scale()
 # Ends of tiles (64), blocks (128) and chunks (512), and one before and after; one context of many chunks.
@@ -19,27 +21,6 @@ def kernels():
     from samebits.kernels import triton_msa_dense_ops
 
     return triton_msa_dense_ops
-
-
-@pytest.fixture
-def reference(monkeypatch):
-    """Call with the ops to have the torch reference on the device."""
-
-    def run(call):
-        with monkeypatch.context() as m:
-            m.setattr(msa_ops, "_kernels_take", lambda *_: False)
-            return call()
-
-    return run
-
-
-def distance(have, want):
-    return ((have.double() - want.double()).norm() / want.double().norm()).item()
-
-
-def same(a, b):
-    """Equal bits, NaN and signed zeros included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def last(case, total, new):

@@ -6,7 +6,9 @@ import torch
 from samebits.kernels import msa_ops
 from samebits.kernels.msa import SparseConfig
 from tests.support.msa_cases import FORMATS, insert_case, make
+from tests.support.msa_gpu import distance
 
+pytest_plugins = ("tests.support.msa_gpu",)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONFIG = SparseConfig()
 SCALE = msa_ops.default_scale()
@@ -18,22 +20,6 @@ def kernels():
     from samebits.kernels import triton_msa
 
     return triton_msa
-
-
-@pytest.fixture
-def reference(monkeypatch):
-    """Call with the ops to have the torch reference on the device."""
-
-    def run(call):
-        with monkeypatch.context() as m:
-            m.setattr(msa_ops, "_kernels_take", lambda *_: False)
-            return call()
-
-    return run
-
-
-def distance(have, want):
-    return ((have.float() - want.float()).norm() / want.float().norm()).item()
 
 
 def gradients(case, chosen, grad, dtype):
