@@ -69,16 +69,13 @@ def run(recipe: str, overrides: Sequence[str], repeat: int, console: Console, ve
 
 
 def result(subject: str, recipe: Recipe, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What `SyncRunner.run` found, as the report has it: medians over the syncs."""
+    """What `SyncRunner.run` found, as the report has it: the sync of median seconds with its parts, which therefore add up."""
     syncs = found["syncs"]
-
-    def median(key: str) -> float:
-        return statistics.median(sync[key] for sync in syncs)
-
-    keys = {name: f"sync/{name}_seconds" for name in SYNC_PARTS if f"sync/{name}_seconds" in syncs[0]}
-    parts = {name: median(key) for name, key in keys.items()}
-    seconds, size, copy = median("seconds"), syncs[0]["bytes"], found["copy_seconds"]
-    parts["rest"] = statistics.median(sync["seconds"] - sum(sync[key] for key in keys.values()) for sync in syncs)
+    middle = sorted(syncs, key=lambda sync: sync["seconds"])[(len(syncs) - 1) // 2]
+    keys = {name: f"sync/{name}_seconds" for name in SYNC_PARTS if f"sync/{name}_seconds" in middle}
+    parts = {name: middle[key] for name, key in keys.items()}
+    seconds, size, copy = middle["seconds"], syncs[0]["bytes"], found["copy_seconds"]
+    parts["rest"] = seconds - sum(parts.values())
     packed, wide = full_weights(recipe)
     return {
         "schema": SCHEMA,
@@ -90,7 +87,7 @@ def result(subject: str, recipe: Recipe, found: Mapping[str, Any]) -> dict[str, 
         "seconds": seconds,
         "fastest": min(sync["seconds"] for sync in syncs),
         "slowest": max(sync["seconds"] for sync in syncs),
-        "with_verl": median("whole_seconds"),
+        "with_verl": statistics.median(sync["whole_seconds"] for sync in syncs),
         "parts": parts,
         "bytes": size,
         "tensors": syncs[0]["tensors"],

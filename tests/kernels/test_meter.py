@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +11,19 @@ from samebits.kernels import meter
 from samebits.kernels.meter import Meter
 
 
-def test_time_goes_to_the_phase_that_runs_and_adds_up_over_entries():
+def test_time_goes_to_the_phase_that_runs_and_adds_up_over_entries(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
     m = Meter("cpu")
     for _ in range(2):
         m.enter("a")
-        time.sleep(0.02)
+        now[0] += 2.0
         m.enter("b")
-        time.sleep(0.05)
+        now[0] += 5.0
     m.stop()
-    time.sleep(0.2)  # of no phase
+    now[0] += 20.0  # of no phase
     found = m.take()
-    assert list(found) == ["a", "b"]
-    assert 0.04 <= found["a"].seconds < 0.1 <= found["b"].seconds < 0.25
+    assert {name: phase.seconds for name, phase in found.items()} == {"a": 4.0, "b": 10.0} and list(found) == ["a", "b"]
     assert m.take() == {}, "what was taken is taken again"
 
 

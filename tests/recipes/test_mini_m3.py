@@ -194,7 +194,7 @@ def test_steps_of_a_seed_are_the_same_each_time():
 def test_a_budget_of_time_ends_and_schedules_by_it(monkeypatch):
     begun = time.perf_counter()
     _, done = train(SMALL, Training(minutes=1.5 / 60, tokens=512), 0, CPU, progress=False)
-    assert 1.4 < done.seconds < 6 and done.seconds <= time.perf_counter() - begun and done.steps > 1
+    assert 1.4 < done.seconds <= time.perf_counter() - begun and done.steps > 1
     now = [0.0]
     monkeypatch.setattr(mini_train.time, "perf_counter", lambda: now[0])
     budget = mini_train._Budget(Training(minutes=1.0))
