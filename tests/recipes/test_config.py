@@ -36,6 +36,7 @@ def test_overrides_reach_both_kinds_of_keys():
     recipe, verl = load_recipe(TINY, ["device=cpu", "lora.targets=experts", "seed=7", "trainer.total_training_steps=3"])
     assert (recipe.lora.targets, recipe.seed, verl.trainer.total_training_steps, verl.data.seed) == ("experts", 7, 3, 7)
     assert {r.split(".")[0] for r in validate(recipe, verl).roles} == {"expert"}
+    assert verl.actor_rollout_ref.actor.optim.override_optimizer_config.fused is True, "AdamW takes one launch a tensor"
 
 
 @pytest.mark.parametrize("experts", [False, True])
