@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.support.fake_cuda import fake_cuda  # before torch
 
-# ruff: noqa: E402, I001
+# ruff: noqa: I001
 import json
 import sys
 import tempfile
