@@ -26,6 +26,7 @@ def parting_operation(server: Any, folder: Path) -> str:
     record, theirs = folder / PARITY / RECORD, folder / PARITY / ENGINE_TAPS
     try:
         tokens = json.loads(record.read_text())["tokens"]
+        ray.get(server.wake_up.remote())  # between sampling and the next sync it may be asleep
         ray.get(server.clear_kv_cache.remote())  # a prefix from the cache would be computed by nobody
         ray.get(server.collective_rpc.remote("samebits_record"))
         try:

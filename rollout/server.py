@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -176,8 +177,22 @@ class SamebitsServer(vLLMHttpServer):
             self._waiting[name] = self._waiting.get(name, 0.0) + time.perf_counter() - started
 
     async def base_digests(self) -> list[dict[str, str]]:
-        """Digest of every base weight as each engine rank holds it, by canonical module path."""
-        return list(await self.engine.collective_rpc("samebits_base_digests"))
+        """Digest of every base weight as each engine rank holds it, by canonical module path; the engine may be asleep."""
+        async with self._weights_awake():
+            return list(await self.engine.collective_rpc("samebits_base_digests"))
+
+    @asynccontextmanager
+    async def _weights_awake(self) -> AsyncIterator[None]:
+        """The engine's weights lie on its device inside the block. While the trainer learns from a step their memory may be given away:
+        to read it then is an illegal access, which ends the engine."""
+        asleep = await self.engine.is_sleeping()
+        if asleep:
+            await self.engine.wake_up(tags=["weights"])
+        try:
+            yield
+        finally:
+            if asleep:
+                await self.engine.sleep(level=1)  # which keeps weights on the host
 
     async def profile_hashes(self) -> list[str]:
         """Hash of the numerics profile of each engine rank."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from samebits.quant.adapter import AdapterSpec, ModelShape, target_roles
@@ -112,7 +112,22 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
     have = "nvfp4" if settings.packed_kv else "bf16" if model.dtype is torch.bfloat16 else "auto"
     if indexer not in ("auto", have):
         raise EngineRefused(f"attention_config.indexer_kv_dtype is {indexer!r}, but index keys are kept as keys and values are ({have})")
+    if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+        raise EngineRefused("cudagraph_mode has piecewise graphs; samebits captures whole decode steps and nothing else")
     return settings
+
+
+def _capture_decode_alone(vllm_config: VllmConfig) -> None:
+    """CUDA graphs of whole decode steps or none, and no compilation.
+
+    vLLM (and verl) ask for graphs of all other steps as well. For this architecture those are cut where vLLM's own attention runs, which
+    ours never does: the launches of one step's attention would be replayed for steps with other requests and lengths.
+    """
+    compilation = vllm_config.compilation_config
+    asked = compilation.cudagraph_mode
+    captured = asked is None or asked.has_full_cudagraphs()
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if captured else CUDAGraphMode.NONE
+    compilation.mode = CompilationMode.NONE
 
 
 def _adopt_kv_dtype(vllm_config: VllmConfig) -> None:
@@ -135,6 +150,7 @@ class ConfigHook(VerifyAndUpdateConfig):
         """Check the settings and choose the page size where the user did not."""
         cache = vllm_config.cache_config
         _adopt_kv_dtype(vllm_config)
+        _capture_decode_alone(vllm_config)
         check(vllm_config)
         if not cache.user_specified_block_size:
             cache.block_size = PAGE

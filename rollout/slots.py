@@ -78,8 +78,11 @@ class AdapterSlots:
             self._uniform = slots[present[0]] if present else -1
             if self._uniform < 0 or not self.by_token:
                 return
-        else:
-            self._uniform = None
+            # The rule where a job trains: filled, since a copy from the host would wait for the step before.
+            self._token_slots.fill_(-1)
+            self._token_slots[: len(ids)].fill_(self._uniform)
+            return
+        self._uniform = None
         table = np.full(max(present) + 1, -1, dtype=np.int64)
         for i, slot in slots.items():
             if i > 0:

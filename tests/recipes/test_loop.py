@@ -174,6 +174,7 @@ def lost(tmp_path, monkeypatch):
         return [None]
 
     server = SimpleNamespace(
+        wake_up=Called(lambda: asked.append("wake")),
         clear_kv_cache=Called(lambda: asked.append("clear")),
         collective_rpc=Called(rpc),
         generate_batch=Called(lambda prompts, params, keys: asked.append((prompts, params[0]["max_tokens"]))),
@@ -186,7 +187,7 @@ def test_the_first_operation_that_differs_is_found_in_the_engine_s_own_forward(l
     from samebits.recipes.parity import parting_operation
 
     assert "the difference lies in decoding" in parting_operation(lost.server, lost.folder)
-    assert lost.asked == ["clear", "samebits_record", ([[5, 6, 7]], 1), "samebits_recorded"]
+    assert lost.asked == ["wake", "clear", "samebits_record", ([[5, 6, 7]], 1), "samebits_recorded"]
     lost.engine["model.norm"][0, 0] += 1
     lost.engine["model.layers.0.self_attn.q"][2, 1] += 1e-6
     assert parting_operation(lost.server, lost.folder) == "the first operation that differs is model.layers.0.self_attn.q, at token 2"

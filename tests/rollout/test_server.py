@@ -59,6 +59,37 @@ def test_failed_sync_is_not_used_and_its_tensor_is_named():
         verify_sync([report], 2, "p")
 
 
+class Sleeper:
+    """As vLLM's engine: weights that sleep cannot be read, and tags are woken only where they sleep."""
+
+    def __init__(self, *sleeping: str):
+        self.sleeping, self.level = set(sleeping), None
+
+    async def is_sleeping(self):
+        return bool(self.sleeping)
+
+    async def wake_up(self, tags):
+        assert self.sleeping.issuperset(tags)
+        self.sleeping -= set(tags)
+
+    async def sleep(self, level):
+        assert "weights" not in self.sleeping
+        self.sleeping, self.level = {"weights", "kv_cache"}, level
+
+    async def collective_rpc(self, method):
+        assert method == "samebits_base_digests" and "weights" not in self.sleeping, "an illegal memory access"
+        return [{"lm_head": "d"}]
+
+
+@pytest.mark.parametrize("sleeping", [(), ("weights", "kv_cache")])
+def test_the_base_can_be_checked_while_the_engine_sleeps(sleeping):
+    """The full check of a step comes after its samples, when a recipe with sleep has put the engine to sleep."""
+    server = SamebitsServer.__new__(SamebitsServer)
+    server.engine = Sleeper(*sleeping)
+    assert asyncio.run(server.base_digests()) == [{"lm_head": "d"}]
+    assert server.engine.sleeping == set(sleeping) and server.engine.level == (1 if sleeping else None)
+
+
 @pytest.mark.parametrize("ignored", [True, False])
 def test_the_end_token_is_ignored_as_the_rollout_s_configuration_says(ignored):
     """Responses of one length, whatever the model says: what a benchmark at equal tokens stands on."""

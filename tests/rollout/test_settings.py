@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CompilationMode, CUDAGraphMode
 
 from samebits.quant.profile import get_profile
-from samebits.rollout.settings import PAGE, ConfigHook, EngineRefused, check
+from samebits.rollout.settings import ARCHITECTURE, PAGE, ConfigHook, EngineRefused, check
 from tests.support import random_m3
 
 
@@ -26,6 +27,7 @@ def config(**changes):
         "indexer_kv_dtype": "auto",
         "max_loras": 2,
         "block_size": PAGE,
+        "cudagraph_mode": CUDAGraphMode.NONE,
     } | changes
     hf = SimpleNamespace(to_dict=random_m3.config, samebits=values["stamp"])
     return SimpleNamespace(
@@ -36,6 +38,7 @@ def config(**changes):
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"], user_specified_block_size=True),
         attention_config=SimpleNamespace(indexer_kv_dtype=values["indexer_kv_dtype"]),
         lora_config=SimpleNamespace(max_loras=values["max_loras"]),
+        compilation_config=SimpleNamespace(mode=None, cudagraph_mode=values["cudagraph_mode"]),
     )
 
 
@@ -92,6 +95,24 @@ def test_the_page_size_is_chosen_where_the_user_did_not():
     c.cache_config.user_specified_block_size = False
     ConfigHook.verify_and_update_config(c)
     assert c.cache_config.block_size == PAGE
+
+
+@pytest.mark.parametrize("asked", [None, *CUDAGraphMode])
+def test_graphs_are_captured_of_decode_steps_alone(asked):
+    """vLLM counts the architecture among those whose prefills it captures too, in pieces that its own attention divides."""
+    from vllm.config.vllm import DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+
+    assert ARCHITECTURE in DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+    c = config(cudagraph_mode=asked)
+    ConfigHook.verify_and_update_config(c)
+    got = c.compilation_config.cudagraph_mode
+    assert got == (CUDAGraphMode.NONE if asked in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE) else CUDAGraphMode.FULL_DECODE_ONLY)
+    assert c.compilation_config.mode == CompilationMode.NONE
+
+
+def test_an_engine_with_graphs_in_pieces_is_refused_when_its_model_is_built():
+    with pytest.raises(EngineRefused, match="piecewise"):
+        check(config(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE))
 
 
 @pytest.mark.slow
