@@ -62,7 +62,12 @@ def test_every_key_is_one_ranks_and_seen_as_far_as_in_the_whole(world, positions
 
 def test_a_table_is_dealt_out_page_by_page():
     table = torch.arange(14).view(2, 7)
-    assert [table_of(table, 3, r).tolist() for r in range(3)] == [[[0, 3, 6], [7, 10, 13]], [[1, 4], [8, 11]], [[2, 5], [9, 12]]]
+    dealt = [table_of(table, 3, r) for r in range(3)]
+    assert all(t.shape == (2, 3) and t.is_contiguous() for t in dealt)  # as wide on all ranks
+    assert [t.tolist() for t in dealt] == [[[0, 3, 6], [7, 10, 13]], [[1, 4, 0], [8, 11, 0]], [[2, 5, 0], [9, 12, 0]]]
+    held = torch.full((4, 6), -7)
+    assert table_of(table, 3, 1, out=held).data_ptr() == held.data_ptr()
+    assert held.tolist() == [[1, 4, -7, -7, -7, -7], [8, 11, -7, -7, -7, -7], [-7] * 6, [-7] * 6]
 
 
 def ragged():
