@@ -121,7 +121,7 @@ def open_inbox(room: int, topk: int, ranks: Ranks) -> Inbox:
 
     All ranks call it, and get the same kind.
     """
-    if _device(ranks.group).type == "cuda" and addressable(ranks.host):
+    if _on_gpus(ranks.group) and addressable(ranks.host):
         inbox, why = None, "another rank's"
         try:
             inbox = Inbox(room, topk, ranks.group)
@@ -290,5 +290,9 @@ def merge(words: Tensor, topk: int) -> Tensor:
     return torch.where(block == _LAST_ID, -1, block).int()
 
 
+def _on_gpus(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_backend(group) == "nccl"
+
+
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if _on_gpus(group) else torch.device("cpu")
