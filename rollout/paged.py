@@ -187,23 +187,24 @@ class PagedBackend(AttentionBackend):
 class PagedCache(nn.Module, AttentionLayerBase):
     """The cache of one layer, and attention over it."""
 
-    rounded = False
-    """Are its NVFP4 rows read as E4M3?"""
-
     def __init__(self, config: Any, settings: EngineSettings, sparse: bool, prefix: str) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.packed, self.rounded = settings.packed_kv, settings.profile.rounded_reads
+        self.packed = settings.packed_kv
         self.scale = self.dim**-0.5
         self.sparse = sparse_config(config) if sparse else None
         self.dtype = get_current_vllm_config().model_config.dtype
         self.kv_cache = torch.tensor([])
         self.flat: Tensor | None = None  # [pages * 128 * vectors, width], one vector a row
         self.prefix = prefix
+        self.rounded = settings.profile.rounded_reads
         context = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in context:
             raise ValueError(f"layer {prefix} exists twice")
         context[prefix] = self
+
+    rounded = False
+    """Does attention read its NVFP4 rows as E4M3?"""
 
     @property
     def vectors(self) -> int:
