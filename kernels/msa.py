@@ -37,13 +37,8 @@ def select_blocks(index_q: Tensor, index_k: Tensor, q_pos: Tensor, config: Spars
     Returns:
         int32 [R, Q, G, topk]: ascending block ids, then -1. Ties go to the lower block.
     """
-    keys = index_k.shape[1]
-    blocks = -(-keys // config.block)
-    scores = torch.einsum("rqgd,rkd->rqgk", index_q.float(), index_k.float())
-    visible = torch.arange(keys, device=q_pos.device) <= q_pos[..., None]
-    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
-    scores = torch.nn.functional.pad(scores, (0, blocks * config.block - keys), value=float("-inf"))
-    scores = scores.unflatten(-1, (blocks, config.block)).amax(-1)
+    scores = block_scores(index_q, index_k, q_pos, config.block)
+    blocks = scores.shape[-1]
     block_id = torch.arange(blocks, device=q_pos.device)
     own = torch.div(q_pos, config.block, rounding_mode="floor")[..., None]  # -1 for padding
     valid = (block_id <= own) & (q_pos >= 0)[..., None]
@@ -55,6 +50,22 @@ def select_blocks(index_q: Tensor, index_k: Tensor, q_pos: Tensor, config: Spars
     ids = ids.sort(dim=-1).values
     ids = ids.masked_fill(ids == blocks, -1).int()
     return torch.nn.functional.pad(ids, (0, config.topk - kept), value=-1)
+
+
+def block_scores(index_q: Tensor, index_k: Tensor, q_pos: Tensor, block: int) -> Tensor:
+    """fp32 [R, Q, G, blocks]: the largest score of each block's keys up to the query's own; -inf where it sees none.
+
+    Arguments are those of `select_blocks`. Every block is a product of its own and of one shape, so that its score does not depend on
+    how many blocks there are beside it: a rank that has some of them (`index_parallel`) computes the bits of one that has all.
+    """
+    rows, queries, groups, dim = index_q.shape
+    keys = index_k.shape[1]
+    blocks = -(-keys // block)
+    tiles = torch.nn.functional.pad(index_k.float(), (0, 0, 0, blocks * block - keys)).view(rows * blocks, block, dim)
+    heads = index_q.float().reshape(rows, 1, queries * groups, dim).expand(-1, blocks, -1, -1)
+    scores = torch.bmm(heads.reshape(rows * blocks, queries * groups, dim), tiles.mT).view(rows, blocks, queries, groups, block)
+    seen = torch.arange(blocks * block, device=q_pos.device).view(blocks, 1, 1, block) <= q_pos[:, None, :, None, None]
+    return scores.masked_fill(~seen, float("-inf")).amax(-1).permute(0, 2, 3, 1).contiguous()
 
 
 def attend(

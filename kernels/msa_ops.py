@@ -119,11 +119,11 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
     return out
 
 
-def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float) -> Tensor:
+def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, rounded: bool = False) -> Tensor:
     """Causal attention of every query to all keys of its request up to its own: MiniMax-M3's first layers, which choose nothing.
 
     Args:
-        q: bf16 [T, H, D]; H a multiple of the cache's KV heads.
+        q: bf16 [T, H, D]; H a multiple of the cache's KV heads. rounded: as in `sparse_attention`.
     Returns:
         [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.
     """
@@ -131,10 +131,10 @@ def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float
     if _kernels_take(q, BLOCK) and q.shape[1] // groups <= HEADS_A_GROUP:
         from . import triton_msa_dense_ops
 
-        return triton_msa_dense_ops.dense_attention(q, cache, batch, scale)
+        return triton_msa_dense_ops.dense_attention(q, cache, batch, scale, rounded)
     out = torch.zeros_like(q)
     for r, rows, q_pos in _requests(batch):
-        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, groups, q.shape[2])
+        k, v = _keys_values(cache, r, int(q_pos.max()) + 1, groups, q.shape[2], rounded)
         out[rows] = msa.attend(q[None, rows], k[None], v[None], q_pos[None].long(), scale)[0]
     return out
 
@@ -299,6 +299,11 @@ def _turning(eps: float, table: tuple[Tensor, Tensor], position: Tensor) -> Call
     """Norm and rotation of heads [T, heads, D] with a norm weight [D], which is frozen."""
     cos, sin = (t[position.clamp_min(0).long()] for t in table)
     return lambda x, weight: apply_rope(gemma_rms_norm(x, weight.detach(), eps), cos, sin)
+
+
+def as_e4m3(x: Tensor) -> Tensor:
+    """`x` as E4M3 and back (`quant.kv.round_e4m3`), with a straight-through gradient: a re-rounded read for training, and its query."""
+    return _Fp8.apply(x)
 
 
 class _Fp8(torch.autograd.Function):

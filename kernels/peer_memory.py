@@ -6,6 +6,8 @@ Kernels here store to it and load from it by plain addresses. NVLink multicast (
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +23,30 @@ class Shared(Protocol):
 
     def barrier(self, channel: int) -> None:
         """On the current stream: what ranks did before is done on all. Barriers of different channels may be under way together."""
+
+
+def addressable(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the current GPU of every rank can address every other's, as far as ranks can tell. All ranks call it and get one answer.
+
+    group: with a CPU backend. GPUs that a rank does not see (of other hosts, or hidden from its process) it cannot map.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    here = torch.cuda.current_device()
+    mine = (host, next(uuid for uuid, i in seen.items() if i == here))
+    ranks: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, mine, group=group)
+    others = [uuid for host_of, uuid in ranks if (host_of, uuid) != mine]
+    alone = all(host_of == host for host_of, _ in ranks) and len({uuid for _, uuid in ranks}) == len(ranks)
+    return agreed(alone and all(u in seen and torch.cuda.can_device_access_peer(here, seen[u]) for u in others), group)
+
+
+def agreed(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether every rank of `group` (with a CPU backend) says so. All ranks call it."""
+    said = torch.tensor([int(mine)])
+    dist.all_reduce(said, dist.ReduceOp.MIN, group=group)
+    return bool(said.item())
 
 
 class PeerMemory:

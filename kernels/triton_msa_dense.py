@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, block_scales, e4m3_bytes, halves, nibbles, unit
+from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, block_scales, e4m3_bytes, finite, halves, nibbles, rounded, unit
 
 
 @triton.jit
@@ -78,12 +78,15 @@ def _codes(base, place, left, token_stride, KEYS: tl.constexpr, FORMAT: tl.const
 
 
 @triton.jit
-def _decoded(x, scale, KEYS: tl.constexpr, FORMAT: tl.constexpr):
-    """Operand [KEYS, 128] of what `_codes` gave; column c is dimension `_dim`[c]."""
+def _decoded(x, scale, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
+    """Operand [KEYS, 128] of what `_codes` gave; column c is dimension `_dim`[c]. ROUNDED: NVFP4 is read as E4M3."""
     if FORMAT == NVFP4:
-        scales = block_scales(tl.join(scale & 0xFF, scale >> 8))
+        bits = tl.join(scale & 0xFF, scale >> 8)
+        scales = block_scales(finite(bits) if ROUNDED else bits)
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [KEYS * 4, 2, 4]), [KEYS * 4, 4, 2])
         tile = nibbles(halves(x), scales)  # [row, word, half, 2, 2]
+        if ROUNDED:
+            tile = rounded(tile)
     else:
         tile = e4m3_bytes(tl.reshape(x, [KEYS * 8, 2, 2]))  # [row, pair of words, word, 2, 2]
     return tl.reshape(tl.permute(tile, [0, 1, 3, 4, 2]), [KEYS, 128])
@@ -157,6 +160,7 @@ def _chunk(
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
     FORMAT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PAGED: tl.constexpr,
     COLUMNS: tl.constexpr,  # queries are columns of the products
     MASKED: tl.constexpr,  # some query does not see some key below begin + CHUNK; always so with COLUMNS
@@ -193,16 +197,16 @@ def _chunk(
             offset = _offset(table_ptr, first, at, page_stride, token_stride, PAGED, FORMAT)
             next_k, next_scale_k = _codes(keys_ptr + offset, at % 128, limit - at, token_stride, KEYS, FORMAT, False)
             next_v, next_scale_v = _codes(values_ptr + offset, at % 128, limit - at, token_stride, KEYS, FORMAT, True)
-            k = _decoded(x_k, scale_k, KEYS, FORMAT)
+            k = _decoded(x_k, scale_k, KEYS, FORMAT, ROUNDED)
             seen = key + tile * KEYS
             if COLUMNS:
                 top, shrink, weights = _column_weights(query, k, top, seen, position, factor)
                 total = tl.dot(ones, weights, total * shrink)
-                values = tl.dot(tl.trans(_decoded(x_v, scale_v, KEYS, FORMAT)), weights, values * shrink)
+                values = tl.dot(tl.trans(_decoded(x_v, scale_v, KEYS, FORMAT, ROUNDED)), weights, values * shrink)
             else:
                 top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED)
                 total = tl.dot(weights, ones, total * shrink)
-                values = tl.dot(weights, _decoded(x_v, scale_v, KEYS, FORMAT), values * shrink)
+                values = tl.dot(weights, _decoded(x_v, scale_v, KEYS, FORMAT, ROUNDED), values * shrink)
             x_k, scale_k, x_v, scale_v = next_k, next_scale_k, next_v, next_scale_v
     return top, total, values
 
@@ -242,6 +246,7 @@ def prefill_kernel(
     KEYS: tl.constexpr,
     LSE: tl.constexpr,
     FORMAT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PAGED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -259,8 +264,7 @@ def prefill_kernel(
         row = (token.to(tl.int64) * G + group) * HEADS + head
         query = tl.load(query_ptr + row[:, None] * 128 + _dim(FORMAT)[None, :], mask=inside[:, None], other=0.0).to(OPERAND)
         newest = tl.max(position, axis=0) + 1
-        oldest = tl.min(tl.where(position >= 0, position, 0x7FFFFFFF), axis=0)
-        oldest = tl.minimum(oldest, newest - 1) + 1
+        oldest = tl.minimum(tl.min(tl.where(position >= 0, position, 0x7FFFFFFF), axis=0), newest - 1) + 1
         first_key = 0
         if PAGED:
             table_ptr += request.to(tl.int64) * table_stride
@@ -275,13 +279,13 @@ def prefill_kernel(
         for begin in tl.range(0, oldest // CHUNK * CHUNK, CHUNK):
             a, b, c = _chunk(
                 query, position, keys_ptr, values_ptr, table_ptr, first_key, begin, begin + CHUNK, page_stride, token_stride, factor, ones,
-                N, KEYS, CHUNK, FORMAT, PAGED, False, False, STAGES,
+                N, KEYS, CHUNK, FORMAT, ROUNDED, PAGED, False, False, STAGES,
             )  # fmt: skip
             top, total, values = _merge(top, total, values, a, tl.max(b, axis=1), c)
         for begin in tl.range(oldest // CHUNK * CHUNK, newest, CHUNK):
             a, b, c = _chunk(
                 query, position, keys_ptr, values_ptr, table_ptr, first_key, begin, newest, page_stride, token_stride, factor, ones,
-                N, KEYS, CHUNK, FORMAT, PAGED, False, True, STAGES,
+                N, KEYS, CHUNK, FORMAT, ROUNDED, PAGED, False, True, STAGES,
             )  # fmt: skip
             top, total, values = _merge(top, total, values, a, tl.max(b, axis=1), c)
         real = position >= 0  # padding saw the chunks that are whole for the others
@@ -322,6 +326,7 @@ def split_kernel(
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     FORMAT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A chunk, a KV group and a request of at most TOKENS query tokens a program."""
@@ -342,7 +347,7 @@ def split_kernel(
         ones = tl.full([64, KEYS], 1.0, OPERAND)
         top, total, values = _chunk(
             tl.trans(query), position, keys_ptr, values_ptr, table_ptr, 0, chunk * CHUNK, newest, page_stride, token_stride, factor, ones,
-            N, KEYS, CHUNK, FORMAT, True, True, True, STAGES,
+            N, KEYS, CHUNK, FORMAT, ROUNDED, True, True, True, STAGES,
         )  # fmt: skip
         part = ((tl.program_id(2) * tl.num_programs(0) + chunk) * G + group).to(tl.int64) * N + tl.arange(0, N)
         tl.store(top_ptr + part, top)

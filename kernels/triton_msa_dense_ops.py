@@ -27,16 +27,18 @@ STAGES = {0: 3, 1: 1, 2: 1}  # of the pipeline, by format: codes are prefetched 
 SPLIT_STAGES = {0: 2, 1: 1, 2: 1}
 
 
-def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float) -> Tensor:
+def dense_attention(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, rounded: bool = False) -> Tensor:
     """`msa_ops.dense_attention` on CUDA."""
     if isinstance(cache, Packed) and torch.is_grad_enabled() and any(t.requires_grad for t in (q, cache.keys, cache.values)):
         if q.shape[0] != cache.keys.shape[0]:
             raise ValueError("gradients need every token of the packed keys to be a query")
         return PackedDense.apply(q, cache.keys, cache.values, lambda: attend(q.detach(), cache, batch, scale, lse=True), batch, scale)
-    return attend(q, cache, batch, scale)[0]
+    return attend(q, cache, batch, scale, rounded=rounded)[0]
 
 
-def attend(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(
+    q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, lse: bool = False, rounded: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`, over packed keys only)."""
     tokens, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -47,13 +49,13 @@ def attend(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, lse: bo
     small = min(SMALL, triton.next_power_of_2(batch.most)) if paged else 0
     with torch.cuda.device(q.device) if q.is_cuda else torch.no_grad():
         if paged:
-            _split(q.contiguous(), cache, batch, scale, out, small)
+            _split(q.contiguous(), cache, batch, scale, out, small, rounded)
         if batch.most > small:
-            _prefill(q.contiguous(), cache, batch, scale, out, sums, small)
+            _prefill(q.contiguous(), cache, batch, scale, out, sums, small, rounded)
     return out, sums
 
 
-def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, small: int) -> None:
+def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, small: int, rounded: bool) -> None:
     keys, values, strides, groups, form = layout(cache)
     heads = q.shape[1] // groups
     requests, chunks = batch.start.numel() - 1, max(1, triton.cdiv(cache.table.shape[1] * 128, CHUNK))
@@ -79,6 +81,7 @@ def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, sma
             factor(scale, form),
             first,
             KEYS=KEYS,
+            ROUNDED=rounded and form == 2,
             STAGES=SPLIT_STAGES[form],
             num_warps=4,
             **sizes,
@@ -103,7 +106,9 @@ def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, sma
         )
 
 
-def _prefill(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, out: Tensor, lse: Tensor | None, small: int) -> None:
+def _prefill(
+    q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, out: Tensor, lse: Tensor | None, small: int, rounded: bool
+) -> None:
     keys, values, strides, groups, form = layout(cache)
     paged = isinstance(cache, Pages)
     table = cache.table if paged else cache.start
@@ -129,6 +134,7 @@ def _prefill(q: Tensor, cache: Pages | Packed, batch: Batch, scale: float, out: 
         KEYS=KEYS,
         LSE=lse is not None,
         FORMAT=form,
+        ROUNDED=rounded and form == 2,
         PAGED=paged,
         STAGES=STAGES[form],
         num_warps=TOKENS,

@@ -36,6 +36,13 @@ _WEIGHTS: dict[Role, Format] = {
 }
 
 
+STORED = "stored"
+E4M3_READ = "nvfp4-e4m3"
+"""KV cache choice: stored as NVFP4, read as E4M3."""
+_ADDED = {"kv_read": STORED}
+"""Fields that profiles once did not have. At their default they are left out of a hash, so that hashes from before hold."""
+
+
 class ProfileMismatch(ValueError):
     """Two sides were built for different numerics."""
 
@@ -54,6 +61,9 @@ class NumericsProfile:
     """Format in which products are summed."""
     kv_cache: str = Format.BF16
     """Format of K, V and index keys between their write and their use: the compute dtype, or nvfp4."""
+    kv_read: str = STORED
+    """What attention takes K, V and index keys as: "stored", as the cache holds them, or fp8_e4m3, where NVFP4 rows are rounded once more
+    on their way to E4M3 products and meet queries of E4M3 (`quant.kv`; Blackwell's kernels). Other caches are read as stored."""
     lora: str = Format.BF16
     """Format of the adapter in forward and on the wire. The optimizer's master copy is fp32."""
     lora_scale: str = "folded-into-B"
@@ -69,8 +79,13 @@ class NumericsProfile:
         """A copy with fields changed."""
         return dataclasses.replace(self, **changes)
 
+    @property
+    def rounded_reads(self) -> bool:
+        """Does attention read the NVFP4 cache as E4M3, with queries of E4M3?"""
+        return self.kv_cache == Format.NVFP4 and self.kv_read == Format.FP8
+
     def _digest(self, fields: tuple[str, ...]) -> str:
-        values = {f: getattr(self, f) for f in fields}
+        values = {f: getattr(self, f) for f in fields if getattr(self, f) != _ADDED.get(f)}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -89,21 +104,28 @@ PROFILES: dict[str, NumericsProfile] = {
     for p in (
         NumericsProfile("w4a16"),
         NumericsProfile("w4a16-fp32", activations=Format.FP32, kv_cache=Format.FP32),
-        NumericsProfile("w4a4", activations=Format.NVFP4, kv_cache=Format.NVFP4),
+        NumericsProfile("w4a4", activations=Format.NVFP4, kv_cache=Format.NVFP4, kv_read=Format.FP8),
     )
 }
 
 
 def get_profile(name: str, kv_cache: str | None = None) -> NumericsProfile:
-    """The profile called `name`, with its KV format replaced where given. Raises `ValueError` on an unknown name or format."""
+    """The profile called `name`, with its KV format replaced where given: nvfp4, or nvfp4-e4m3 for NVFP4 read as E4M3.
+
+    Raises `ValueError` on an unknown name or format.
+    """
     if name not in PROFILES:
         raise ValueError(f"unknown numerics profile {name!r}; known: {', '.join(PROFILES)}")
     profile = PROFILES[name]
     if kv_cache is None or kv_cache == "auto":
         return profile
-    allowed = (profile.kv_cache, Format.NVFP4)
+    if kv_cache == E4M3_READ:
+        return profile.replace(kv_cache=Format.NVFP4, kv_read=Format.FP8)
+    allowed = (profile.kv_cache, Format.NVFP4, E4M3_READ)
     if kv_cache not in allowed:
-        raise ValueError(f"numerics profile {name!r} takes a KV cache in {' or '.join(dict.fromkeys(allowed))}, not {kv_cache!r}")
+        *formats, last = dict.fromkeys(allowed)
+        formats = f"{', '.join(formats)} or {last}"
+        raise ValueError(f"numerics profile {name!r} takes a KV cache in {formats}, not {kv_cache!r}")
     return profile.replace(kv_cache=Format(kv_cache))
 
 

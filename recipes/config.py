@@ -42,7 +42,7 @@ class Numerics:
     profile: str = "auto"
     """Numerics profile; auto: w4a16-fp32 on CPU, w4a16 on a GPU."""
     kv_cache: str = "auto"
-    """KV cache format; auto: the profile's own, or nvfp4."""
+    """KV cache format; auto: the profile's own, or nvfp4, or nvfp4-e4m3: attention reads NVFP4 as E4M3, as on Blackwell."""
     hash: str | None = None
     """Hash the profile must have; unset: any."""
     parity: str = "auto"
@@ -65,6 +65,14 @@ class Recompute:
 
     experts: bool = False
     """Gate and up of experts and MLPs, where the Hopper kernels run."""
+
+
+@dataclass
+class Engine:
+    """How an engine replica works, where no bit depends on it."""
+
+    split_indexer: bool = True
+    """The ranks of a tensor-parallel replica share the scoring of index keys."""
 
 
 @dataclass
@@ -183,6 +191,7 @@ class Recipe:
     numerics: Numerics = field(default_factory=Numerics)
     lora: Lora = field(default_factory=Lora)
     recompute: Recompute = field(default_factory=Recompute)
+    engine: Engine = field(default_factory=Engine)
     checks: Checks = field(default_factory=Checks)
     ablation: Ablation = field(default_factory=Ablation)
     data_source: DataSource = field(default_factory=DataSource)
@@ -392,6 +401,7 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
         "kv_cache": recipe.numerics.kv_cache,
         "targets": recipe.lora.targets,
         "rank": recipe.lora.rank,
+        "split_indexer": recipe.engine.split_indexer,
     }
     derived = {
         "actor_rollout_ref.model.path": str(recipe.model_path),

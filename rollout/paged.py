@@ -13,7 +13,8 @@ reads exactly the tokens of the longest context in a bucket, not its pages. A pa
 it is masked, and it is finite.
 
 **Arithmetic.** `kernels.msa`. While a context has no more blocks than the top-k, every block is
-chosen and no index score is computed; the choice is then simply all blocks.
+chosen and no index score is computed; the choice is then simply all blocks. Where several ranks hold all index keys, each scores its
+blocks of a bucket (`index_split`). Where the profile reads the cache as E4M3, the queries that meet it are rounded to E4M3 too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
@@ -36,10 +38,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
+from samebits.kernels.index_parallel import Ranks, own_keys, split_select_blocks
 from samebits.kernels.msa import SparseConfig, all_blocks, attend, select_blocks
 from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 
+from .index_split import ranks_of
 from .settings import PAGE, EngineSettings
 
 _SMALLEST_CLASS = 64  # contexts below this length share a bucket
@@ -66,14 +70,26 @@ class StepPlan(AttentionMetadata):
     slots: Tensor
     """int64 [T] row in the flattened cache to which each token is written."""
     buckets: list[Bucket]
+    ranks: Ranks | None = None
+    """Those that share the indexer's work."""
 
 
 class PlanBuilder(AttentionMetadataBuilder[StepPlan]):
     """Builds the plan of a step from vLLM's common metadata."""
 
-    def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        group: GroupCoordinator | None = None,
+    ) -> None:
+        """`group`: ranks of the replica; None: vLLM's tensor-parallel group."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.heads = vllm_config.model_config.hf_text_config.num_attention_heads
+        config = vllm_config.model_config.hf_text_config
+        self.heads = config.num_attention_heads
+        self.ranks = ranks_of(vllm_config, sparse_config(config), group)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> StepPlan:
         """See `plan`."""
@@ -85,7 +101,8 @@ class PlanBuilder(AttentionMetadataBuilder[StepPlan]):
         starts = m.query_start_loc_cpu[: n + 1].numpy().astype(np.int64)
         # A token of padding has slot -1: it goes to vLLM's null block, which no sequence reads.
         slots = m.slot_mapping[: m.num_actual_tokens].long().clamp_min(0)
-        return StepPlan(slots, plan(starts, lengths[:n].numpy().astype(np.int64), m.block_table_tensor[:n], self.heads))
+        buckets = plan(starts, lengths[:n].numpy().astype(np.int64), m.block_table_tensor[:n], self.heads)
+        return StepPlan(slots, buckets, self.ranks)
 
 
 def plan(starts: np.ndarray, lengths: np.ndarray, block_table: Tensor, heads: int) -> list[Bucket]:
@@ -180,10 +197,14 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         self.flat: Tensor | None = None  # [pages * 128 * vectors, width], one vector a row
         self.prefix = prefix
+        self.rounded = settings.profile.rounded_reads
         context = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in context:
             raise ValueError(f"layer {prefix} exists twice")
         context[prefix] = self
+
+    rounded = False
+    """Does attention read its NVFP4 rows as E4M3?"""
 
     @property
     def vectors(self) -> int:
@@ -220,11 +241,14 @@ class PagedCache(nn.Module, AttentionLayerBase):
         vectors = kv.write(vectors) if self.packed else vectors
         self.flat.view(-1, self.vectors, self.head_width)[:, : vectors.shape[1]].index_put_((slots,), vectors)
 
-    def _read(self, keys: Tensor, first: int, heads: int) -> Tensor:
-        """`heads` vectors from the `first` on of the rows `keys` [R, K]: [R, K, heads, D], stored as [R, heads, K, D]."""
+    def _read(self, keys: Tensor, first: int, heads: int, rounded: bool = False) -> Tensor:
+        """`heads` vectors from the `first` on of the rows `keys` [R, K]: [R, K, heads, D], stored as [R, heads, K, D].
+
+        rounded: as attention reads them, where that is not as they are held.
+        """
         index = keys[:, None] * self.vectors + torch.arange(first, first + heads, device=keys.device)[:, None]
         found = self.flat.index_select(0, index.flatten()).view(*index.shape, self.head_width)
-        return (kv.read(found, self.dim, self.dtype) if self.packed else found).transpose(1, 2)
+        return (kv.read(found, self.dim, self.dtype, rounded) if self.packed else found).transpose(1, 2)
 
     def read_back(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the cache holds at rows `keys` [R, K]: K and V [R, K, G, D], index keys [R, K, 1, D]."""
@@ -250,6 +274,8 @@ class PagedCache(nn.Module, AttentionLayerBase):
         for name, first, heads in (("k", 0, g), ("v", g, g), ("index_k", 2 * g, 1)):
             if recording(f"{layer}.{name}") and (name != "index_k" or index_k is not None):
                 tap(f"{layer}.{name}", self._read(step.slots[None], first, heads)[0])
+        if self.rounded:
+            q, index_q = kv.round_e4m3(q), None if index_q is None else kv.round_e4m3(index_q)
         chosen = None
         if self.sparse is not None and recording(f"{layer}.blocks"):
             chosen = torch.full((n, g, self.sparse.topk), -1, dtype=torch.int32, device=q.device)
@@ -260,13 +286,13 @@ class PagedCache(nn.Module, AttentionLayerBase):
             blocks, block = None, PAGE
             if self.sparse is not None and keys.shape[1] > self.sparse.topk * self.sparse.block:
                 index = index_q[:n, None] if bucket.query is None else index_q[where]
-                blocks = select_blocks(index, self._read(keys, 2 * g, 1).squeeze(2), bucket.q_pos, self.sparse)
+                blocks = self._choose(index, keys, bucket.q_pos, step.ranks)
                 block = self.sparse.block
             if chosen is not None:
                 self._note_choice(chosen, blocks, bucket, where)
             # K and V are gathered head by head, so that the products below read them where they are. They are finite: a padded
             # key is the first key of its own sequence.
-            k_all, v_all = self._read(keys, 0, g), self._read(keys, g, g)
+            k_all, v_all = (self._read(keys, first, g, self.rounded) for first in (0, g))
             part = attend(queries, k_all, v_all, bucket.q_pos, self.scale, blocks, block, finite=True)
             if bucket.query is None:
                 out[:n] = part[:, 0]
@@ -276,6 +302,13 @@ class PagedCache(nn.Module, AttentionLayerBase):
         if chosen is not None:
             tap(f"{layer}.blocks", chosen)
         return out
+
+    def _choose(self, index_q: Tensor, keys: Tensor, q_pos: Tensor, ranks: Ranks | None) -> Tensor:
+        """Blocks of one bucket [R, Q, index heads, topk], whose keys lie in the rows `keys` [R, K]."""
+        if ranks is None:
+            return select_blocks(index_q, self._read(keys, 2 * self.kv_heads, 1, self.rounded).squeeze(2), q_pos, self.sparse)
+        own = keys[:, own_keys(keys.shape[1], self.sparse.block, ranks.world, ranks.rank, keys.device)]
+        return split_select_blocks(index_q, self._read(own, 2 * self.kv_heads, 1, self.rounded).squeeze(2), q_pos, self.sparse, ranks)
 
     def _note_choice(self, chosen: Tensor, blocks: Tensor | None, bucket: Bucket, where: Tensor) -> None:
         """Put a bucket's block choices into `chosen` [T, G, topk], for a recorder."""

@@ -9,7 +9,10 @@ buffers that stay where they are and are written before every step, so that a ca
 step it is replayed for. Nothing in a forward asks the device.
 
 **Choice.** While no context of a step can have more blocks than are chosen, the choice is all of them and no index is scored; attention
-is that of chosen blocks all the same, so that a query's bits do not depend on which of the two found its blocks.
+is that of chosen blocks all the same, so that a query's bits do not depend on which of the two found its blocks. Where several ranks hold
+all index keys they share the scoring (`index_split`).
+
+**Reads.** Where the profile reads an NVFP4 cache as E4M3 (`NumericsProfile.kv_read`), queries are rounded to E4M3 before they meet it.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from samebits.kernels.index_parallel import split_index_topk
 from samebits.kernels.msa import SparseConfig, all_blocks
 from samebits.kernels.msa_ops import Batch, Norms, Pages, dense_attention, index_topk, kv_insert, sparse_attention
 from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 
-from .paged import PAGE, PagedBackend, PagedCache
+from .index_split import IndexSplit, SplitStep, ranks_of
+from .paged import PAGE, PagedBackend, PagedCache, sparse_config
 
 
 @dataclass
@@ -43,6 +49,8 @@ class PageStep(AttentionMetadata):
     """int32 [R, pages] page of each block of a request."""
     longest: int
     """No context of the step is longer; of a captured graph, none of any step."""
+    split: SplitStep | None = None
+    """This rank's share of the indexer's work, where several share it."""
     all_chosen: Tensor | None = None
 
     def all(self, config: SparseConfig, groups: int) -> Tensor:
@@ -56,11 +64,34 @@ class PageStep(AttentionMetadata):
 class StepBuilder(AttentionMetadataBuilder[PageStep]):
     """Builds a step from vLLM's common metadata, without asking the device anything."""
 
-    def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+    split: IndexSplit | None = None
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        group: GroupCoordinator | None = None,
+    ) -> None:
+        """`group`: ranks of the replica; None: vLLM's tensor-parallel group."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        model = vllm_config.model_config
         most = vllm_config.scheduler_config.max_num_batched_tokens
         self.token = torch.arange(most, dtype=torch.int32, device=device)
         self.request, self.position = (torch.empty_like(self.token) for _ in range(2))
+        sparse = sparse_config(model.hf_text_config)
+        ranks = ranks_of(vllm_config, sparse, group)
+        if ranks is not None:
+            self.split = IndexSplit(
+                ranks,
+                sparse,
+                model.hf_text_config.sparse_attention_config["sparse_num_index_heads"],
+                tokens=most,
+                requests=vllm_config.scheduler_config.max_num_seqs,
+                blocks=-(-model.max_model_len // PAGE),
+                device=device,
+            )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -81,7 +112,10 @@ class StepBuilder(AttentionMetadataBuilder[PageStep]):
         position.copy_(torch.where(token < start[-1:], first_key + token, -1))
         batch = Batch(start, request, position, m.max_query_len)
         pages = -(-m.max_seq_len // PAGE)
-        return PageStep(batch, m.slot_mapping[:n], m.block_table_tensor[:requests, :pages], m.max_seq_len)
+        table = m.block_table_tensor[:requests, :pages]
+        # Made even where this step scores no index: a graph that was captured with scores may be replayed for it.
+        split = self.split.step(batch, table) if self.split is not None else None
+        return PageStep(batch, m.slot_mapping[:n], table, m.max_seq_len, split)
 
 
 class PageBackend(PagedBackend):
@@ -153,19 +187,27 @@ class PageCache(PagedCache):
         layer = self.prefix.removesuffix(".attn")
         self._tap_written(layer, q, index_q, step)
         cache = Pages(self.main, step.table)
+        if self.rounded:
+            q, index_q = kv.round_e4m3(q), None if index_q is None else kv.round_e4m3(index_q)
         if self.sparse is None:
-            out = dense_attention(q, cache, step.batch, self.scale)
+            out = dense_attention(q, cache, step.batch, self.scale, rounded=self.rounded)
         else:
-            if step.longest <= self.sparse.topk * self.sparse.block:
-                chosen = step.all(self.sparse, self.kv_heads)
-            else:
-                chosen = index_topk(index_q, Pages(self.index, step.table), step.batch, self.sparse)
+            chosen = self._choose(index_q, step)
             if recording(f"{layer}.blocks"):
                 tap(f"{layer}.blocks", chosen)
-            out = sparse_attention(q, cache, chosen, step.batch, self.scale)
+            out = sparse_attention(q, cache, chosen, step.batch, self.scale, rounded=self.rounded)
         if n < parts[0].shape[0]:
             out = torch.cat((out, out.new_zeros(parts[0].shape[0] - n, *out.shape[1:])))
         return out
+
+    def _choose(self, index_q: Tensor, step: PageStep) -> Tensor:
+        """Blocks int32 [T, index heads, topk] of each query and index head."""
+        if step.longest <= self.sparse.topk * self.sparse.block:
+            return step.all(self.sparse, index_q.shape[1])
+        if step.split is None:
+            return index_topk(index_q, Pages(self.index, step.table), step.batch, self.sparse, rounded=self.rounded)
+        share, table, inbox = step.split
+        return split_index_topk(index_q, Pages(self.index, table), share, self.sparse, inbox, rounded=self.rounded)
 
     def _tap_written(self, layer: str, q: Tensor, index_q: Tensor | None, step: PageStep) -> None:
         """Queries as they attend, and keys and values as the cache gives them back."""

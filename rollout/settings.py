@@ -5,8 +5,9 @@ The engine learns its profile from vLLM's `additional_config`:
     {"samebits": {"profile": "w4a16-fp32", "kv_cache": "auto", "targets": "all", "rank": 32}}
 
 `profile` names a numerics profile, `kv_cache` is "auto" (the compute dtype) or "nvfp4", `targets` and `rank` say what an adapter
-consists of. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index keys
-have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
+consists of; `split_indexer` (default true) lets the ranks of a tensor-parallel replica share the scoring of index keys (`index_split`),
+which changes no bit. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index
+keys have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
 line there and not a traceback from a worker.
 """
 
@@ -26,7 +27,7 @@ ARCHITECTURE = "MiniMaxM3SparseForCausalLM"
 PAGE = 128  # tokens of a KV page: one MSA block
 RESIDENT = 2  # adapter versions in memory: the one that is being sampled from, and the next one
 _ACTIVATIONS = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
-_KEYS = {"profile", "kv_cache", "targets", "rank"}
+_KEYS = {"profile", "kv_cache", "targets", "rank", "split_indexer"}
 serving = False
 """Whether this process holds a model of ours: what is patched in vLLM for it leaves other models alone."""
 KV_DTYPES = ("auto", "nvfp4")
@@ -45,6 +46,8 @@ class EngineSettings:
     """With the KV format already replaced."""
     adapter: AdapterSpec
     """What an adapter must consist of."""
+    split_indexer: bool = True
+    """Do the ranks of a replica share the scoring of index keys?"""
 
     @property
     def packed_kv(self) -> bool:
@@ -61,6 +64,9 @@ def parse(additional_config: Any, hf_config: Any) -> EngineSettings:
     if unknown or "profile" not in raw:
         found = f"unknown key {unknown[0]!r}" if unknown else "no 'profile'"
         raise EngineRefused(f"additional_config.samebits has {found}; keys: {', '.join(sorted(_KEYS))}")
+    split = raw.get("split_indexer", True)
+    if not isinstance(split, bool):
+        raise EngineRefused(f"additional_config.samebits.split_indexer must be true or false, not {split!r}")
     try:
         profile = get_profile(raw["profile"], raw.get("kv_cache"))
         spec = AdapterSpec(
@@ -68,7 +74,7 @@ def parse(additional_config: Any, hf_config: Any) -> EngineSettings:
         )
     except ValueError as error:
         raise EngineRefused(str(error)) from None
-    return EngineSettings(profile, spec)
+    return EngineSettings(profile, spec, split)
 
 
 def of(vllm_config: VllmConfig) -> EngineSettings:

@@ -81,7 +81,7 @@ class Attention(nn.Module):
     def __init__(self, checkpoint: Checkpoint, layer: int, dims: M3Dims, profile: NumericsProfile) -> None:
         super().__init__()
         self.dims, self.sparse = dims, layer in dims.sparse_layers
-        self.quantized_kv = profile.kv_cache == Format.NVFP4
+        self.quantized_kv, self.rounded_reads = profile.kv_cache == Format.NVFP4, profile.rounded_reads
         prefix = f"model.layers.{layer}.self_attn."
         names = ["q", "k", "v", "o"] + (["index_q", "index_k"] if self.sparse else [])
         self.proj = nn.ModuleDict({n: PackedBase(checkpoint.weight(f"{prefix}{n}_proj")) for n in names})
@@ -103,7 +103,7 @@ class Attention(nn.Module):
                 tap(f"{self.prefix}{name}", value)
         index_k = index_k[:, 0] if index_k is not None else None
         scale, config = self.dims.shape.head_dim**-0.5, self.dims.sparse if self.sparse else None
-        out, chosen = attend(q, k, v, seqs, scale, index_q, index_k, config, blocks)
+        out, chosen = attend(q, k, v, seqs, scale, index_q, index_k, config, blocks, self.rounded_reads)
         if chosen is not None:
             tap(f"{self.prefix}blocks", chosen)
         tap(f"{self.prefix}attention", out.flatten(1))

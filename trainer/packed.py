@@ -2,6 +2,9 @@
 
 On the kernels nothing is padded, and the sparse layers compute with `sparse_attention` whatever the length of a sequence, as the engine
 does: where there are no more blocks than are chosen the choice is all of them and takes no scores, but the arithmetic is the same.
+
+Where the profile reads an NVFP4 cache as E4M3 (`NumericsProfile.kv_read`), what comes here as the cache holds it is rounded once more, and
+so are the queries: the values that the engine's attention reads and multiplies. Gradients pass straight through.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from samebits.kernels import msa_ops
 from samebits.kernels.msa import PaddedBucket, SparseConfig, all_blocks, packed_attention, pad_packed
 from samebits.kernels.msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Packed
 from samebits.kernels.rope import rope_table
+from samebits.quant import kv
 
 from .m3_config import M3Dims
 
@@ -68,15 +72,20 @@ def attend(
     index_k: Tensor | None,
     config: SparseConfig | None,
     replay: Tensor | None,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention that never crosses a sequence; sparse where `config` is given.
 
     Args:
         q: [T, H, D]. k, v: [T, G, D]. index_q: [T, G, D] and index_k: [T, D], or None where no sequence has more blocks than are chosen.
         replay: int [T, G, topk] block choices to use instead of the model's own; a row that starts with -1 keeps its own.
+        rounded: queries, K, V and index keys are taken as E4M3.
     Returns:
         (out [T, H, D], chosen blocks int32 [T, G, topk] or None for dense attention).
     """
+    if rounded:
+        q, k, v = (msa_ops.as_e4m3(x) for x in (q, k, v))
+        index_q, index_k = (x if x is None else kv.round_e4m3(x) for x in (index_q, index_k))
     if seqs.batch is None:
         return packed_attention(q, k, v, seqs.buckets, scale, index_q, index_k, config, None if replay is None else replay.int())
     start, blocks = seqs.batch.start[:-1], -(-seqs.longest // BLOCK)

@@ -29,9 +29,9 @@ def block_choice_not_causal(pair: Pair) -> Iterator[Place]:
     if on_pages(pair):
         by_kernels = pages.index_topk
 
-        def ahead_in_pages(index_q: Tensor, keys: Any, batch: Batch, config: Any) -> Tensor:
+        def ahead_in_pages(index_q: Tensor, keys: Any, batch: Batch, config: Any, **options: Any) -> Tensor:
             last = batch.position[batch.start[1:].long().sub(1).clamp_min(0)][batch.request.long()]
-            return by_kernels(index_q, keys, batch._replace(position=torch.where(batch.position >= 0, last, -1)), config)
+            return by_kernels(index_q, keys, batch._replace(position=torch.where(batch.position >= 0, last, -1)), config, **options)
 
         with replaced(pages, "index_topk", ahead_in_pages):
             yield place
@@ -127,9 +127,9 @@ def _batches(change: Callable[[Batch], Batch]) -> Iterator[None]:
         for name in ("sparse_attention", "dense_attention"):
             original = getattr(pages, name)
 
-            def other(q: Tensor, cache: Any, *rest: Any, original=original) -> Tensor:
+            def other(q: Tensor, cache: Any, *rest: Any, original=original, **options: Any) -> Tensor:
                 *chosen, batch, scale = rest
-                return original(q, cache, *chosen, change(batch), scale)
+                return original(q, cache, *chosen, change(batch), scale, **options)
 
             stack.enter_context(replaced(pages, name, other))
         yield
@@ -190,11 +190,11 @@ def chunk_forgets_prefix(pair: Pair) -> Iterator[Place]:
 def _forgetting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Sparse attention over pages in which a chunk of several tokens sees no block that lies before the one it begins in."""
 
-    def attention(q: Tensor, cache: Any, chosen: Tensor, batch: Batch, scale: float) -> Tensor:
+    def attention(q: Tensor, cache: Any, chosen: Tensor, batch: Batch, scale: float, **options: Any) -> Tensor:
         start = batch.start.long()
         first = batch.position[start[:-1].clamp_max(len(batch.position) - 1)].clamp_min(0) // paged.PAGE
         first = torch.where(start.diff() > 1, first, 0)[batch.request.long()]
         kept = chosen.masked_fill(chosen < first[:, None, None], 1 << 30).sort(-1).values
-        return original(q, cache, kept.masked_fill(kept == 1 << 30, -1).to(chosen.dtype), batch, scale)
+        return original(q, cache, kept.masked_fill(kept == 1 << 30, -1).to(chosen.dtype), batch, scale, **options)
 
     return attention

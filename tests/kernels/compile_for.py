@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
+from types import SimpleNamespace
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -121,7 +122,11 @@ def _quantized(form, x: torch.Tensor):
 
 
 def pages() -> None:
-    """What an engine does in a layer, in decode for pages of every format, in prefill for NVFP4 and bf16."""
+    """What an engine does in a layer, in decode for pages of every format, in prefill for NVFP4 and bf16; NVFP4 read as E4M3 in decode.
+
+    The indexer alone and, in decode of NVFP4, as one of two ranks over peer memory and as one of two over an all-gather.
+    """
+    from samebits.kernels.index_parallel import Ranks, share_of, split_index_topk
     from samebits.kernels.msa import SparseConfig
     from samebits.kernels.msa_ops import Norms, Pages, batch_of, dense_attention, index_topk, kv_insert, sparse_attention
 
@@ -141,8 +146,16 @@ def pages() -> None:
             kv_insert(q, k, v, index_q, index_k, norms, (angles, angles), batch.position, slots, main, index)
             kv_insert(q, k, v, None, None, norms._replace(index_q=None, index_k=None), (angles, angles), batch.position, slots, main, None)
             chosen = index_topk(index_q, Pages(index, table), batch, config)
-            sparse_attention(q, Pages(main, table), chosen, batch, 0.1)
-            dense_attention(q, Pages(main, table), batch, 0.1)
+            for rounded in (False, True) if packed and tokens == 2 else (False,):
+                sparse_attention(q, Pages(main, table), chosen, batch, 0.1, rounded)
+                dense_attention(q, Pages(main, table), batch, 0.1, rounded)
+            for shared in (object(), None) if packed and tokens == 2 else ():
+                words, calls = torch.zeros(2, 2, tokens * groups, 16, dtype=torch.int64), torch.zeros(tokens * groups, dtype=torch.int32)
+                ranks = Ranks(2, 0, gather=lambda heard, mine: None)
+                inbox = SimpleNamespace(
+                    shared=shared, words=words, calls=calls, addresses=words[:, 0, 0, 0], room=tokens * groups, ranks=ranks
+                )
+                split_index_topk(index_q, Pages(index, table[:, ::2]), share_of(batch, 2, 0), config, inbox, rounded=True)
 
 
 def training() -> None:

@@ -36,6 +36,19 @@ def every_kernel_over_every_cache() -> None:
     check("padding of prefill", not have[~real].any())
 
 
+def rounded_reads() -> None:
+    """NVFP4 pages read as E4M3 by both kernels: scales that saturate, and NaN scales, which count as 0."""
+    case = make([1, 9], [300, 140], "nvfp4", groups=2, heads=4)
+    g = torch.Generator().manual_seed(1)
+    scales = case.cache.data.view(*case.cache.data.shape[:-2], -1)[..., 8192:]
+    scales[torch.rand(scales.shape, generator=g) < 0.02] = 0x7E
+    scales[torch.rand(scales.shape, generator=g) < 0.02] = 0x7F
+    want, plain = (msa_ops.dense_attention(case.q.float(), case.cache, case.batch, 0.1, rounded=r) for r in (True, False))
+    have, _ = triton_msa_dense_ops.attend(case.q.float(), case.cache, case.batch, 0.1, rounded=True)
+    close("attention to rounded keys", have, want, 1e-6)
+    check("a read that rounds", not torch.allclose(want, plain, rtol=1e-2))
+
+
 def packed_keys_and_their_gradients() -> None:
     """Against autograd through the reference: sequences of less than a program's queries, of more than a tile of keys, of two chunks."""
     total = [3, 70, 1, 515]
@@ -75,6 +88,7 @@ def main() -> None:
     if not triton_msa_tiles.INTERPRETED.value:
         raise SystemExit("set TRITON_INTERPRET=1")
     every_kernel_over_every_cache()
+    rounded_reads()
     packed_keys_and_their_gradients()
     padding_has_no_gradient()
     print("same results")

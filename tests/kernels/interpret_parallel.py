@@ -25,7 +25,7 @@ from samebits.kernels.expert_pairs import some_experts
 from samebits.kernels.expert_peers import PeerExperts
 from samebits.kernels.expert_routes import owned
 from samebits.kernels.expert_tiles import pack_experts
-from samebits.kernels.index_parallel import exchange
+from samebits.kernels.index_parallel import Inbox, exchange, split_index_topk
 from samebits.kernels.linear import LoRA
 from samebits.kernels.moe import ExpertLoRA
 from samebits.kernels.msa import SparseConfig
@@ -155,6 +155,31 @@ def choices(rank: int) -> list[Tensor]:
     return found
 
 
+def whole_case():
+    """Several queries a request, requests of fewer pages than ranks, scales that saturate when they are read as E4M3."""
+    case = make([1, 3, 1], [129, 700, 3], "nvfp4", groups=2, heads=2, seed=9)
+    scales = case.index.data.view(len(case.index.data), -1)[..., 8192:]
+    scales[torch.rand(scales.shape, generator=torch.Generator().manual_seed(1)) < 0.02] = 0x7E
+    return case
+
+
+def whole_calls(rank: int) -> list[Tensor]:
+    """`split_index_topk` by the kernels, two queries at a time, over each kind of inbox, read as stored and as E4M3."""
+    msa_ops._kernels_take = lambda *_: True
+    case, config = whole_case(), CONFIGS[0]
+    keys, share = spread(case.index, case.batch, WORLD)[rank]
+    memory = Mapped("whole", (2, WORLD, 4, config.topk), torch.int64, 501 << 54)
+    calls = torch.zeros(4, dtype=torch.int32)
+    mapped = SimpleNamespace(shared=memory, words=memory.local, room=4, addresses=memory.addresses, calls=calls)
+    own = Inbox(4, config.topk, peers=False, gather=lambda out, mine: dist.all_gather(list(out.unbind()), mine.clone()))
+    found = []
+    for inbox in (mapped, Inbox(4, config.topk, peers=False), own):
+        for rounded in (False, True):
+            found.append(split_index_topk(case.index_q, keys, share, config, inbox, rounded=rounded))
+    check("rows of an inbox that were used", calls.tolist() == [6, 6, 4, 4])
+    return found
+
+
 def peer_calls(rank: int, mine: slice, shards: list, own: ExpertLoRA) -> list[Tensor]:
     """Calls over the same memory, which holds NaN where nobody wrote."""
     torch.cuda.current_stream, torch.cuda.stream = Line, lambda line: contextlib.nullcontext()
@@ -186,14 +211,14 @@ def trained(mine: slice, shards: list, own: ExpertLoRA) -> list[Tensor]:
     return found[0]
 
 
-def worker(rank: int, world: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def worker(rank: int, world: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """All that a rank computes."""
     small_tiles()
     tiles, lora = layer()
     first, end = owned(E, world, rank)
     mine = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
     shards, own = [some_experts(t, first, end) for t in tiles], ExpertLoRA(*(LoRA(p.a[:, first:end], p.b[:, first:end]) for p in lora))
-    return choices(rank), peer_calls(rank, mine, shards, own), trained(mine, shards, own)
+    return choices(rank), peer_calls(rank, mine, shards, own), trained(mine, shards, own), whole_calls(rank)
 
 
 def main() -> None:
@@ -208,13 +233,18 @@ def main() -> None:
         for call in range(len(CONTEXTS)):
             case = case_of(call)
             want = msa_ops.index_topk(case.index_q, case.index, case.batch, config)
-            for chosen, _, _ in results:
+            for chosen, *_ in results:
                 check(f"choice {number}, call {call}", torch.equal(chosen[number * len(CONTEXTS) + call], want))
+    case = whole_case()
+    wants = [msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIGS[0], rounded=rounded) for rounded in (False, True)]
+    check("reads that round", not torch.equal(*wants))
+    for *_, chosen in results:
+        check("choices of whole calls", len(chosen) == 6 and all(torch.equal(c, wants[i % 2]) for i, c in enumerate(chosen)))
     tiles, lora = layer()
     for seed, (_, adapted, slotted) in enumerate(CALLS):
         x, ids, weights, slots = batch(seed)
         want = moe_fused.fused_experts(x, *tiles, ids, weights, ACT, lora if adapted else None, slots if slotted else None, False)
-        check(f"experts over peer memory, call {seed}", torch.equal(torch.cat([calls[seed] for _, calls, _ in results]), want))
+        check(f"experts over peer memory, call {seed}", torch.equal(torch.cat([calls[seed] for _, calls, *_ in results]), want))
     x, ids, weights, slots = batch(0)
 
     def one(x: Tensor, w: Tensor, a: ExpertLoRA) -> Tensor:
@@ -222,7 +252,7 @@ def main() -> None:
 
     wants = gradients(one, x, weights, lora, torch.arange(1.0, sum(TOKENS) + 1))
     for i, want in enumerate(wants):
-        have = torch.cat([one[i] for _, _, one in results], 0 if i < 3 else 1)
+        have = torch.cat([one[i] for _, _, one, _ in results], 0 if i < 3 else 1)
         check(f"trained tensor {i}", torch.equal(have, want) and bool(want.any()))
     print("same results")
 

@@ -1,12 +1,14 @@
 """The indexer over ranks against one with all keys: the same blocks, ties and forced blocks included."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebits.kernels import msa_ops
-from samebits.kernels.index_parallel import candidates, merge, share_of, split_index_topk, table_of
+from samebits.kernels import index_parallel, msa_ops, peer_memory
+from samebits.kernels.index_parallel import Ranks, candidates, merge, open_inbox, share_of, split_index_topk, table_of
 from samebits.kernels.msa import SparseConfig
 from samebits.kernels.msa_ops import Batch, batch_of
 from tests.support.msa_cases import make
@@ -62,7 +64,12 @@ def test_every_key_is_one_ranks_and_seen_as_far_as_in_the_whole(world, positions
 
 def test_a_table_is_dealt_out_page_by_page():
     table = torch.arange(14).view(2, 7)
-    assert [table_of(table, 3, r).tolist() for r in range(3)] == [[[0, 3, 6], [7, 10, 13]], [[1, 4], [8, 11]], [[2, 5], [9, 12]]]
+    dealt = [table_of(table, 3, r) for r in range(3)]
+    assert all(t.shape == (2, 3) and t.is_contiguous() for t in dealt)  # as wide on all ranks
+    assert [t.tolist() for t in dealt] == [[[0, 3, 6], [7, 10, 13]], [[1, 4, 0], [8, 11, 0]], [[2, 5, 0], [9, 12, 0]]]
+    held = torch.full((4, 6), -7)
+    assert table_of(table, 3, 1, out=held).data_ptr() == held.data_ptr()
+    assert held.tolist() == [[1, 4, -7, -7, -7, -7], [8, 11, -7, -7, -7, -7], [-7] * 6, [-7] * 6]
 
 
 def ragged():
@@ -72,7 +79,41 @@ def ragged():
 def worker(rank: int, world: int) -> torch.Tensor:
     case, config = ragged()
     keys, share = spread(case.index, case.batch, world)[rank]
+    inboxes(rank, world)
     return split_index_topk(case.index_q, keys, share, config)
+
+
+def inboxes(rank: int, world: int) -> None:
+    """What ranks agree on, with GPUs that are made up: each sees one for each rank, and is itself on the one of its own number."""
+    access = {(a, b) for a in range(world) for b in range(world)}
+    cuda, uuids = torch.cuda, [f"gpu-{i}" for i in range(world)]
+    cuda.device_count, cuda.current_device = lambda: world, lambda: rank
+    cuda.get_device_properties = lambda i: SimpleNamespace(uuid=uuids[i])
+    cuda.can_device_access_peer = lambda a, b: (a, b) in access
+    assert peer_memory.addressable()
+    access.remove((1, 0))
+    assert not peer_memory.addressable()  # on all ranks, though only one cannot
+    access.add((1, 0))
+    uuids[1 - rank] = "another"  # a GPU that this process does not see
+    assert not peer_memory.addressable()
+    uuids[1 - rank] = f"gpu-{1 - rank}"
+
+    refusing = set()
+
+    def memory(shape, dtype, group):
+        if rank in refusing:
+            raise RuntimeError("no mapping\nand more")
+        return SimpleNamespace(local=torch.zeros(shape, dtype=dtype), addresses=torch.zeros(world, dtype=torch.int64))
+
+    index_parallel.PeerMemory, index_parallel._device = memory, lambda group: torch.device("cpu")
+    index_parallel._on_gpus = lambda group: True
+    for peers in (True, False):
+        inbox = open_inbox(8, 4, Ranks(world, rank, gather=print))
+        assert (inbox.shared is not None) == peers and inbox.words.shape == (2, world, 8, 4)
+        assert inbox.ranks.gather == (None if peers else print)
+        refusing.add(1)
+    access.clear()
+    assert open_inbox(8, 4, Ranks(world, rank)).shared is None
 
 
 @pytest.mark.parametrize("world", [2])

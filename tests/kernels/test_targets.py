@@ -12,7 +12,7 @@ KERNELS = {
     "_experts_kernel", "_group_kernel", "_combine_kernel", "_back_kernel", "_outer_kernel", "_rank_kernel", "_swiglu_back_kernel",
     "_norm_kernel", "_norm_backward_kernel", "_product_kernel", "_choose_kernel", "_forward_kernel", "_gradient_kernel", "_cut_kernel",
     "attend_kernel", "choose_kernel", "score_kernel", "insert_kernel", "rotate_kernel", "rotate_gradient_kernel",
-    "prefill_kernel", "split_kernel", "merge_kernel", "grad_keys_kernel", "grad_query_kernel",
+    "exchange_kernel", "prefill_kernel", "split_kernel", "merge_kernel", "grad_keys_kernel", "grad_query_kernel",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from samebits.quant.roles import Role
 PINNED = {
     "w4a16": ("62ebbdae8af70c25", "186e6551457499f9"),
     "w4a16-fp32": ("db092b7cd6e6864b", "186e6551457499f9"),
-    "w4a4": ("3e27c546d125ea23", "186e6551457499f9"),
+    "w4a4": ("7cc3c4878accdc7b", "186e6551457499f9"),
 }
 
 
@@ -26,7 +26,7 @@ def test_formats_by_role():
     assert sum(f is Format.MXFP8 for f in formats.values()) == 12
 
 
-@pytest.mark.parametrize("field", ["activations", "accumulation", "kv_cache", "lora", "lora_scale", "rules"])
+@pytest.mark.parametrize("field", ["activations", "accumulation", "kv_cache", "kv_read", "lora", "lora_scale", "rules"])
 def test_every_field_but_the_name_changes_the_hash(field):
     profile = get_profile("w4a16")
     changed = profile.replace(**{field: "other"})
@@ -49,10 +49,18 @@ def test_kv_format_is_chosen_among_those_of_the_profile():
     assert get_profile("w4a16", "auto") == get_profile("w4a16")
     assert get_profile("w4a16", "nvfp4").kv_cache == Format.NVFP4
     assert get_profile("w4a16", "nvfp4").hash not in {h for h, _ in PINNED.values()}
-    with pytest.raises(ValueError, match="takes a KV cache in float32 or nvfp4, not 'bfloat16'"):
+    with pytest.raises(ValueError, match="takes a KV cache in float32, nvfp4 or nvfp4-e4m3, not 'bfloat16'"):
         get_profile("w4a16-fp32", "bfloat16")
-    with pytest.raises(ValueError, match="takes a KV cache in nvfp4, not 'fp8_e4m3'"):
+    with pytest.raises(ValueError, match="takes a KV cache in nvfp4 or nvfp4-e4m3, not 'fp8_e4m3'"):
         get_profile("w4a4", "fp8_e4m3")
+
+
+def test_an_nvfp4_cache_may_be_read_as_e4m3():
+    plain, rounded = get_profile("w4a16", "nvfp4"), get_profile("w4a16", "nvfp4-e4m3")
+    assert not plain.rounded_reads and rounded.rounded_reads
+    assert plain.hash != rounded.hash and plain.weights_hash == rounded.weights_hash
+    assert get_profile("w4a4").rounded_reads and get_profile("w4a4", "nvfp4") == get_profile("w4a4")
+    assert not get_profile("w4a16").replace(kv_read=Format.FP8).rounded_reads  # a bf16 cache holds what it holds
 
 
 def test_unknown_profile_names_the_known():

@@ -45,10 +45,17 @@ def test_what_is_computed_again_reaches_the_trainer(experts):
     assert verl.actor_rollout_ref.model.override_config.samebits_recompute_experts is experts
 
 
+def test_whether_ranks_share_the_indexers_work_reaches_the_engine():
+    for overrides, split in ((["device=cpu"], True), (["device=cpu", "engine.split_indexer=false"], False)):
+        _, verl = load_recipe(TINY, overrides)
+        assert verl.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.samebits.split_indexer is split
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
         ("recompute.experts=perhaps", "recompute.experts: Value 'perhaps'"),
+        ("engine.split_indexer=perhaps", "engine.split_indexer: Value 'perhaps'"),
         ("nonsense=1", "unknown key nonsense"),
         ("trainer.nonsense=1", "unknown key trainer.nonsense"),
         ("lora.nonsense=1", "unknown key lora.nonsense"),

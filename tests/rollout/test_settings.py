@@ -46,7 +46,8 @@ def test_a_fitting_engine_gets_its_settings():
     settings = check(config(samebits={"profile": "w4a16-fp32", "kv_cache": "nvfp4", "targets": "attention", "rank": 16}))
     assert settings.profile == get_profile("w4a16-fp32", "nvfp4") and settings.packed_kv
     assert settings.adapter.rank == 16 and [str(r) for r in settings.adapter.roles] == ["attn.q", "attn.k", "attn.v", "attn.o"]
-    assert not check(config()).packed_kv
+    assert settings.split_indexer and not check(config()).packed_kv
+    assert not check(config(samebits={"profile": "w4a16-fp32", "split_indexer": False})).split_indexer
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_a_fitting_engine_gets_its_settings():
         ({"samebits": None}, "no 'samebits' entry"),
         ({"samebits": {"rank": 8}}, "no 'profile'"),
         ({"samebits": {"profile": "w4a16-fp32", "kv": "nvfp4"}}, "unknown key 'kv'"),
+        ({"samebits": {"profile": "w4a16-fp32", "split_indexer": "no"}}, "split_indexer must be true or false, not 'no'"),
         ({"samebits": {"profile": "w8"}}, "unknown numerics profile 'w8'"),
         ({"samebits": {"profile": "w4a16-fp32", "kv_cache": "fp8"}}, "takes a KV cache in"),
         ({"samebits": {"profile": "w4a16-fp32", "targets": "gate"}}, "unknown LoRA target 'gate'"),

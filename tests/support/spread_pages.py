@@ -13,7 +13,9 @@ def spread(index: Pages, batch: Batch, world: int, seed: int = 0) -> list[tuple[
     g = torch.Generator().manual_seed(seed)
     dealt = []
     for rank in range(world):
+        width = -(-index.table.shape[1] // world)
         table = index.table[:, rank::world]
+        table = torch.nn.functional.pad(table, (0, width - table.shape[1]), value=2**30)
         used = table < len(index.data)
         pages = table[used].long()
         order = torch.randperm(len(pages) + 2, generator=g).to(table.device)

@@ -5,6 +5,7 @@ import torch
 
 from samebits.kernels import msa_ops
 from samebits.kernels.msa_ops import Batch, Packed, Pages, batch_of
+from samebits.quant import kv
 from tests.support.msa_cases import FORMATS, make, one_buffer
 from tests.support.msa_gpu import distance, same
 
@@ -68,6 +69,22 @@ def test_decode_prefill_and_training_have_the_same_bits_and_those_of_fp64_within
             pages = Pages(case.cache.data, case.cache.table[request])
             have = msa_ops.dense_attention(case.q[rows], pages, Batch(each, each[:n], case.batch.position[rows], 1), SCALE)
             assert same(have, out[rows]), (size, at)
+
+
+def test_rounded_reads_have_the_bits_of_the_rounded_values():
+    """NVFP4 pages read as E4M3, in prefill and decode, against packed bf16 of what the reference reads so, with scales that saturate."""
+    total = [2500, 129, 700]
+    case = make(total, total, "nvfp4", device="cuda", seed=11)
+    scales = case.cache.data.view(*case.cache.data.shape[:-2], -1)[..., 8192:]
+    scales[torch.rand(scales.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.01] = 0x7E
+    slots = torch.cat([msa_ops._slots(case.cache, r, n) for r, n in enumerate(total)])
+    k, v = kv.read_pages(case.cache.data, slots, 128, torch.bfloat16, rounded=True)
+    assert (k != case.packed.keys).any() and k.float().abs().max() == 448
+    want = msa_ops.dense_attention(case.q, case.packed._replace(keys=k, values=v), case.batch, SCALE)
+    assert same(msa_ops.dense_attention(case.q, case.cache, case.batch, SCALE, rounded=True), want) and want.isfinite().all()
+    for new in (1, 3):
+        batch, rows = last(case, total, new)
+        assert same(msa_ops.dense_attention(case.q[rows], case.cache, batch, SCALE, rounded=True), want[rows]), new
 
 
 def test_decode_beside_prefill_and_padding(kernels):
