@@ -11,9 +11,8 @@ Before a shape is timed its output is compared with torch in fp64 on two request
 
 from __future__ import annotations
 
-import datetime
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,46 +23,57 @@ from samebits.quant import bench as formats
 from samebits.quant import kv
 
 from . import msa_ops
-from .bench_msa import BYTES, GROUPS, HEADS, command, copy_bandwidth, random_pages, random_rows, replay
+from .bench_msa import BYTES, GROUPS, HEADS, copy_bandwidth, random_pages, random_rows, replay
+from .bench_msa import show as show
+from .bench_record import Record, Save, absence, chosen_parts, command, nowhere
 from .msa import SparseConfig
 from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
 
 SHAPES = ((1, 8192), (1, 131072), (32, 8192), (32, 32768))
 FORMATS = ("nvfp4", "fp8", "bf16")
 TRAINING, PREFILL = 8192, 32768  # tokens
+PARTS = ("decode", "training", "prefill")
 SCALE = msa_ops.default_scale()
 PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return command(__doc__, "dense attention", run, argv)
+    return command(__doc__, "dense attention", sys.modules[__name__], argv)
 
 
 def run(
-    shapes: tuple[tuple[int, int], ...] = SHAPES, repeat: int = 20, save: Callable[[dict[str, Any]], Any] = lambda result: None
+    shapes: tuple[tuple[int, int], ...] = SHAPES, repeat: int = 20, save: Save = nowhere, parts: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """All shapes and formats, and torch's own attention. `save` gets what there is after each shape, and all of it at the end."""
-    result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **formats.machine("cuda")}
+    """All shapes and formats, and torch's own attention. `save` gets what there is after each line. `parts`: some of `PARTS`."""
+    parts = chosen_parts(parts, PARTS)
+    record = Record(save)
     copy = copy_bandwidth(repeat)
-    result |= {"copy_gb_s": copy / 1e9, "equal": {}, "results": [], "peers": {}}
+    record.update(copy_gb_s=copy / 1e9, equal={}, results=[], peers={})
+    result = record.result
+    if "decode" in parts:
+        record.add(decode(shapes, copy, result["equal"], repeat))
+    torch.cuda.empty_cache()
+    if "training" in parts:
+        record.add(training(TRAINING, result))
+    if "prefill" in parts:
+        record.add(prefill(PREFILL, result))
+    record.update(right=all(result["equal"].values()))
+    return result
+
+
+def decode(shapes: tuple[tuple[int, int], ...], copy: float, equal: dict[str, bool], repeat: int) -> Iterator[dict[str, Any]]:
+    """One query token a request, over pages of each format."""
     for requests, context in shapes:
         for form in FORMATS:
             torch.cuda.empty_cache()
             queries, cache, batch = decode_case(requests, context, form)
-            result["equal"][f"{requests} x {context} {form}"] = decode_agrees(queries[0], cache, batch)
+            equal[f"{requests} x {context} {form}"] = decode_agrees(queries[0], cache, batch)
             calls = [lambda q=q, c=cache, b=batch: msa_ops.dense_attention(q, c, b, SCALE) for q in queries]
             line = {"requests": requests, "context": context, "format": form, "name": "decode", "us": replay(calls, repeat)}
             line["floor_us"] = requests * context * GROUPS * 2 * BYTES[form] / copy * 1e6
-            result["results"].append(line | {"of_floor": line["floor_us"] / line["us"]})
+            yield line | {"of_floor": line["floor_us"] / line["us"]}
             del queries, cache, batch, calls
-        save(result)
-    torch.cuda.empty_cache()
-    for line in (*training(TRAINING, result), *prefill(PREFILL, result)):
-        result["results"].append(line)
-    result["right"] = all(result["equal"].values())
-    save(result)
-    return result
 
 
 def decode_case(requests: int, context: int, form: str, copies: int = 4) -> tuple[list[Tensor], Pages, Batch]:
@@ -128,7 +138,7 @@ class Sequence:
             try:
                 call(*self.torch_heads())
             except RuntimeError as error:
-                found[name] = f"absent: {str(error).splitlines()[0]}"
+                found[name] = absence(error)
             else:
                 found[name] = torch.__version__
                 yield name, call

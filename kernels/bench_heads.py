@@ -2,12 +2,13 @@
 
 Floors are the bytes that must be moved over the copy's bandwidth: a projection's are its MXFP8 weights, x, the queries and the pages, so
 that many tokens, whose products take longer than their bytes, lie far above it. What the fused projection is compared with is the best
-case for a peer: cuBLAS on weights that were dequantised to bf16 beforehand, then `kv_insert`, or vLLM's fused operation where vLLM is.
+case for a peer: cuBLAS on weights that were dequantised to bf16 beforehand, then `kv_insert`, or, on bf16 pages, vLLM's fused operation
+where vLLM is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from samebits.quant.mxfp8 import MXFP8Tensor
 
 from . import msa_ops
 from .bench_msa import BYTES, GROUPS, HEADS, replay
+from .bench_record import absence
 from .linear import LoRA, lora_linear
 from .linear_tiles import pack_linear
 from .msa_ops import BLOCK, DIM, HeadLoRA, Norms
@@ -28,14 +30,16 @@ SPLIT = (HEADS, GROUPS, GROUPS, GROUPS, 1)  # queries, K, V, index queries, inde
 HIDDEN, RANK = 6144, 32
 KEY_ROWS = 2 * GROUPS + 1
 
-Lines = list[dict[str, Any]]
+Lines = Iterator[dict[str, Any]]
 Place = tuple[Norms, tuple[Tensor, Tensor], Tensor, Tensor, Tensor, Tensor]
 
 
 def head_lines(copy: float, peers: dict[str, str]) -> Lines:
     """All lines; `peers` says version or absence of vLLM's operation. `copy`: bytes a second."""
     vllm = _vllm_insert(peers)
-    return [*insertion((1, 64, 512, 4096), copy, vllm), *training_heads(8192, copy), *projection((1, 16, 64, 512, 2048), copy, vllm)]
+    yield from projection((512, 2048, 4096, 1, 16, 64), copy, vllm)
+    yield from insertion((1, 64, 512, 4096), copy, vllm)
+    yield from training_heads(8192, copy)
 
 
 def places(tokens: int, form: str) -> Place:
@@ -68,7 +72,6 @@ def rows(tokens: int, copies: int = 8) -> list[Tensor]:
 
 def insertion(counts: tuple[int, ...], copy: float, vllm: Callable[[Tensor, Place], Any] | None, repeat: int = 20) -> Lines:
     """`kv_insert`; the floor is its input, its queries and the rows of its pages."""
-    lines: Lines = []
     for tokens in counts:
         made = rows(tokens)
         for form in ("nvfp4", "bf16"):
@@ -78,8 +81,7 @@ def insertion(counts: tuple[int, ...], copy: float, vllm: Callable[[Tensor, Plac
             if vllm and form == "bf16":
                 calls["vllm insert"] = [lambda y=y, place=place: vllm(y, place) for y in made]
             for name, each in calls.items():
-                lines.append(_line(tokens, form, name, replay(each, repeat), moved / copy * 1e6))
-    return lines
+                yield _line(tokens, form, name, replay(each, repeat), moved / copy * 1e6)
 
 
 def training_heads(tokens: int, copy: float, repeat: int = 10) -> Lines:
@@ -97,15 +99,13 @@ def training_heads(tokens: int, copy: float, repeat: int = 10) -> Lines:
     moved = tokens * (HEADS + 2 * GROUPS) * DIM * 2 * 2
     back = tokens * (HEADS + GROUPS) * DIM * 2 * 3
     us = replay([lambda x=x: forward(x) for x in made], repeat)
+    yield _line(tokens, "nvfp4", "training heads", us, moved / copy * 1e6)
     us_both = replay([lambda x=x: both(x) for x in made], repeat)
-    return [
-        _line(tokens, "nvfp4", "training heads", us, moved / copy * 1e6),
-        _line(tokens, "nvfp4", "training heads and gradient", us_both, (moved + back) / copy * 1e6),
-    ]
+    yield _line(tokens, "nvfp4", "training heads and gradient", us_both, (moved + back) / copy * 1e6)
 
 
 def projection(counts: tuple[int, ...], copy: float, vllm: Callable[[Tensor, Place], Any] | None, repeat: int = 10) -> Lines:
-    """All heads of a layer from x [T, 6144] to their pages, in NVFP4 and, beside vLLM's, in bf16."""
+    """All heads of a layer from x [T, 6144] to their pages, in NVFP4 and in bf16."""
     g = torch.Generator("cuda").manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -118,10 +118,9 @@ def projection(counts: tuple[int, ...], copy: float, vllm: Callable[[Tensor, Pla
     weight_bytes = sum(t.nbytes for t in packed[0])
     lora = HeadLoRA(*(LoRA(normal(1, RANK, HIDDEN), normal(1, n * DIM, RANK)) for n in SPLIT[:3]))
     del packed
-    lines: Lines = []
     for tokens in counts:
         x = normal(tokens, HIDDEN)
-        for form in ("nvfp4", "bf16") if vllm else ("nvfp4",):
+        for form in ("nvfp4", "bf16"):
             place = places(tokens, form)
             moved = weight_bytes + tokens * (HIDDEN * 2 + (HEADS + GROUPS) * DIM * 2 + KEY_ROWS * BYTES[form])
 
@@ -139,9 +138,11 @@ def projection(counts: tuple[int, ...], copy: float, vllm: Callable[[Tensor, Pla
                 "cuBLAS bf16 alone": [lambda w=w, x=x: F.linear(x, w) for w in dense],
             }
             if form == "bf16":
-                calls = {"cuBLAS bf16, then vllm insert": [lambda w=w, x=x, place=place: vllm(F.linear(x, w), place) for w in dense]}
-            lines += [_line(tokens, form, name, replay(each, repeat), moved / copy * 1e6) for name, each in calls.items()]
-    return lines
+                calls = {name: each for name, each in calls.items() if name.startswith("project and insert")}
+                if vllm:
+                    calls["cuBLAS bf16, then vllm insert"] = [lambda w=w, x=x, place=place: vllm(F.linear(x, w), place) for w in dense]
+            for name, each in calls.items():
+                yield _line(tokens, form, name, replay(each, repeat), moved / copy * 1e6)
 
 
 def _line(tokens: int, form: str, name: str, us: float, floor: float) -> dict[str, Any]:
@@ -154,8 +155,8 @@ def _vllm_insert(found: dict[str, str]) -> Callable[[Tensor, Place], Any] | None
     try:
         import vllm
         from vllm import _custom_ops as ops
-    except ImportError as error:
-        found[name] = f"absent: {error}"
+    except Exception as error:  # a build for other hardware raises what it likes
+        found[name] = absence(error)
         return None
 
     def call(qkv: Tensor, place: Place) -> tuple[Tensor, Tensor]:
@@ -188,10 +189,10 @@ def _vllm_insert(found: dict[str, str]) -> Callable[[Tensor, Place], Any] | None
         call(qkv, other)
         error = (other[4].float() - place[4].float()).norm() / place[4].float().norm()
     except (AttributeError, RuntimeError, TypeError) as problem:
-        found[name] = f"absent: {str(problem).splitlines()[0]}"
+        found[name] = absence(problem)
         return None
     if not error < 2e-2:
-        found[name] = f"absent: {vllm.__version__} lays pages out otherwise (relative distance {error:.2g})"
+        found[name] = f"cannot be used: {vllm.__version__} lays pages out otherwise (relative distance {error:.2g})"
         return None
     found[name] = vllm.__version__
     return call

@@ -13,11 +13,9 @@ Needs torch and Triton alone. Exit code 1 when a result of ours is wrong or miss
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.quant import mxfp8, nvfp4
-from samebits.quant.bench import machine
 
 from .activation import SwiGLU, swiglu_oai_halves
+from .bench_record import Record, Save, chosen_parts, nowhere, write
 from .expert_tiles import NVFP4Tiles, pack_experts
 from .linear import LoRA, lora_linear
 from .linear_tiles import pack_linear
@@ -39,23 +37,24 @@ TOKENS = (1, 16, 64, 256, 1024, 4096)
 TRAINED = 8192
 LINEAR_TOKENS = (1, 64, 1024, 4096)
 LINEARS = {"qkv": (9216, 6144), "o": (6144, 8192), "shared gate and up": (6144, 6144), "shared down": (6144, 3072)}
+ROTATED = 256 * 2**20  # elements of the copies of a linear layer: more than any cache holds
 ACT = SwiGLU()
+PARTS = ("experts", "peers", "training", "linear")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results here, line by line")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--skip", nargs="*", default=[], choices=("peers", "training", "linear"), help="parts to leave out")
+    parser.add_argument("--part", action="append", choices=PARTS, help="run only this part; may be given again")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("samebits: needs a CUDA GPU", file=sys.stderr)
+        print("samebits: the benchmark of experts needs a CUDA GPU", file=sys.stderr)
         return 2
-    result = run(tuple(args.tokens), set(args.skip), lambda r: args.json and args.json.write_text(json.dumps(r, indent=1) + "\n"))
+    result = run(tuple(args.tokens), lambda partial: write(args.json, partial), args.part)
     show(result)
-    ours = [line for part in ("experts", "training", "linear") for line in result[part] if "samebits" in line["name"]]
-    return 0 if result["right"] and not any("error" in line for line in ours) else 1
+    return 0 if result["right"] else 1
 
 
 def graph_us(calls: list[Callable[[], Any]], budget_ms: float = 80) -> float:
@@ -187,10 +186,9 @@ def found_or_error(line: dict[str, Any], measure: Callable[[], dict[str, Any]]) 
 
 def expert_lines(
     made: dict[int, list[Batch]], lora: ExpertLoRA, ceiling: dict[str, float], dense: tuple[Tensor, Tensor] | None
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Forward times. `dense`: bf16 experts for the peers in torch."""
     w13, w2 = random_tiles(2 * WIDTH, HIDDEN), random_tiles(HIDDEN, WIDTH)
-    lines = []
     for count, some in made.items():
         calls: dict[str, Callable[..., Tensor]] = {
             "samebits": lambda x, ids, w: moe(x, w13, w2, ids, w, ACT),
@@ -203,8 +201,8 @@ def expert_lines(
             calls["one dense bf16 expert for all pairs"] = lambda x, ids, w, pairs=pairs: F.linear(
                 F.linear(pairs, dense[0][0])[:, :WIDTH], dense[1][0]
             )
-        lines += [expert_line(name, some, call, ceiling) for name, call in calls.items()]
-    return lines
+        for name, call in calls.items():
+            yield expert_line(name, some, call, ceiling)
 
 
 def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -222,7 +220,7 @@ def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def training_lines(dense: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
+def training_lines(dense: tuple[Tensor, Tensor]) -> Iterator[dict[str, Any]]:
     """Forward and backward of one layer (x, router weights, adapters), with what it holds."""
     lora = ExpertLoRA(*(LoRA(*(t.requires_grad_() for t in pair)) for pair in random_adapters()))
     w13, w2 = random_tiles(2 * WIDTH, HIDDEN), random_tiles(HIDDEN, WIDTH)
@@ -251,17 +249,15 @@ def training_lines(dense: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
             "peak_gib_above_weights": (torch.cuda.max_memory_allocated() - held) / 2**30,
         }
 
-    return [
-        found_or_error({"tokens": TRAINED, "name": f"forward and backward, {name}"}, lambda name=name, call=call: measure(name, call))
-        for name, call in calls.items()
-    ]
+    for name, call in calls.items():
+        line = {"tokens": TRAINED, "name": f"forward and backward, {name}"}
+        yield found_or_error(line, lambda name=name, call=call: measure(name, call))
 
 
-def linear_lines(ceiling: dict[str, float]) -> list[dict[str, Any]]:
+def linear_lines(ceiling: dict[str, float]) -> Iterator[dict[str, Any]]:
     """MXFP8 linear layers, rotated over copies larger than the cache, against bf16."""
-    lines = []
     for name, (n, k) in LINEARS.items():
-        copies = max(2, 256 * 2**20 // (n * k))
+        copies = max(2, ROTATED // (n * k))
         dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(copies)]
         packed = [pack_linear(mxfp8.quantize(w)) for w in dense]
         lora = [LoRA(torch.randn(1, RANK, k, device="cuda").bfloat16(), torch.randn(1, n, RANK, device="cuda").bfloat16()) for _ in dense]
@@ -281,8 +277,7 @@ def linear_lines(ceiling: dict[str, float]) -> list[dict[str, Any]]:
 
             for side in calls:
                 line = {"tokens": count, "name": f"{name} {n} x {k}, {side}"}
-                lines.append(found_or_error(line, lambda side=side, measure=measure: measure(side)))
-    return lines
+                yield found_or_error(line, lambda side=side, measure=measure: measure(side))
 
 
 def check() -> bool:
@@ -301,50 +296,53 @@ def check() -> bool:
     return bool((have - want).norm() < 5e-3 * want.norm())
 
 
-def run(
-    tokens: tuple[int, ...] = TOKENS,
-    skip: set[str] | frozenset[str] = frozenset(),
-    save: Callable[[dict[str, Any]], Any] = lambda result: None,
-) -> dict[str, Any]:
-    """All figures. `skip`: any of peers, training, linear. `save` gets what there is after each part."""
+def run(tokens: tuple[int, ...] = TOKENS, save: Save = nowhere, parts: Iterable[str] | None = None) -> dict[str, Any]:
+    """All figures. `save` gets what there is after each line. `parts`: some of `PARTS`; peers are those of the part "experts"."""
+    parts = chosen_parts(parts, PARTS)
     torch.manual_seed(0)
-    result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **machine("cuda")}
-    result["shape"] = {"hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS, "top": TOP, "rank": RANK}
-    result["right"] = check()
-    result["ceilings"] = ceiling = ceilings()
+    record = Record(save)
+    result, ceiling = record.result, ceilings()
+    record.update(
+        shape={"hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS, "top": TOP, "rank": RANK},
+        right=check(), ceilings=ceiling, experts=[], training=[], linear=[], absent=[], compared=[],
+    )  # fmt: skip
     dense = None
-    if not {"peers", "training"} <= skip:
+    if parts & {"peers", "training"}:
         dense = tuple(torch.empty(EXPERTS, n, k, device="cuda", dtype=torch.bfloat16) for n, k in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
         for w in dense:
             for e in range(EXPERTS):
                 w[e].normal_(0, w.shape[-1] ** -0.5)
-    result |= {"experts": [], "training": [], "linear": [], "absent": []}
-    made = {count: batches(count, 8 if count <= 256 else 3) for count in tokens}
-    lora = random_adapters()
-    result["experts"] = expert_lines(made, lora, ceiling, None if "peers" in skip else dense)
-    save(result)
-    if "peers" not in skip:
-        from .bench_vllm import vllm_lines
+    if parts & {"experts", "peers"}:
+        made = {count: batches(count, 8 if count <= 256 else 3) for count in tokens}
+        lora = random_adapters()
+        record.add(expert_lines(made, lora, ceiling, dense if "peers" in parts else None), "experts")
+        if "peers" in parts:
+            from .bench_vllm import vllm_lines
 
-        lines, why_not = vllm_lines(
-            made, (HIDDEN, WIDTH, EXPERTS, TOP), lora, dense, lambda name, some, call, error: expert_line(name, some, call, ceiling, error)
-        )
-        result["experts"] += lines
-        result["absent"] += [why_not] if why_not else []
-    result["compared"] = compared(result["experts"])
-    del made, lora
-    result["training"] = [] if "training" in skip else training_lines(dense)
+            def line(name: str, some: list[Batch], call: Callable[..., Tensor], error: Callable[[], float]) -> dict[str, Any]:
+                found = expert_line(name, some, call, ceiling, error)
+                record.add([found], "experts")
+                return found
+
+            _, why_not = vllm_lines(made, (HIDDEN, WIDTH, EXPERTS, TOP), lora, dense, line)
+            result["absent"] += [why_not] if why_not else []
+        record.update(compared=compared(result["experts"]))
+        del made, lora
+    if "training" in parts:
+        record.add(training_lines(dense), "training")
     del dense
-    save(result)
-    result["linear"] = [] if "linear" in skip else linear_lines(ceiling)
-    save(result)
+    if "linear" in parts:
+        record.add(linear_lines(ceiling), "linear")
+    ours = [line for part in ("experts", "training", "linear") for line in result[part] if "samebits" in line["name"]]
+    record.update(right=result["right"] and not any("error" in line for line in ours))
     return result
 
 
 def show(result: dict[str, Any]) -> None:
     """Print what was found."""
     print(" · ".join(str(v) for v in result["machine"].values()), "·", ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
-    print("copy {copy_gb_s:.0f} GB/s, dense bf16 {dense_tflop_s:.0f} TFLOP/s".format(**result["ceilings"]))
+    ceiling = "copy {copy_gb_s:.0f} GB/s, dense bf16 {dense_tflop_s:.0f} TFLOP/s".format(**result["ceilings"])
+    print(f"{ceiling}, {result['seconds']:.0f} s in all")
     for part in ("experts", "training", "linear"):
         for line in result[part]:
             text = f"{line['tokens']:5d} {line['name']:52s}"

@@ -7,19 +7,16 @@ cache, and the median replay is divided by their number. Prefill, training and g
 the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
 Peers (`bench_msa_peers`), where they can be imported, get the same pages, queries and choices; otherwise their absence is recorded. Before
-a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests.
+a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests. `compared` sets lines beside those that
+they must beat. The file is written after every line; `--part` runs parts alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +27,14 @@ from samebits.quant import kv
 
 from . import msa_ops
 from .bench_msa_peers import Peer, Prefill, lines, load_peers
+from .bench_record import Record, Save, chosen_parts, command, nowhere
 from .msa import SparseConfig
 from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
 
 HEADS, GROUPS, TOPK = 64, 4, 16
-SHAPES = ((1, 131072), (8, 131072), (32, 8192), (32, 32768), (32, 131072))
+SHAPES = ((1, 131072), (8, 131072), (32, 131072), (32, 8192), (32, 32768))
+PARTS = ("decode", "prefill", "training", "heads")
+LONG = 32768  # tokens of prefill and training
 FORMATS = ("nvfp4", "fp8", "bf16")
 BYTES = {"nvfp4": 72, "fp8": 128, "bf16": 256}  # of one head row
 CONFIG = SparseConfig()
@@ -42,22 +42,7 @@ CONFIG = SparseConfig()
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return command(__doc__, "MSA", run, argv)
-
-
-def command(about: str, what: str, run: Callable[[], dict[str, Any]], argv: list[str] | None) -> int:
-    """A benchmark of attention as a command: run, shown, and written where `--json` says. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=about.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print(f"samebits: the benchmark of {what} needs a CUDA GPU", file=sys.stderr)
-        return 2
-    result = run()
-    show(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result["right"] else 1
+    return command(__doc__, "MSA", sys.modules[__name__], argv)
 
 
 def copy_bandwidth(repeat: int) -> float:
@@ -67,44 +52,96 @@ def copy_bandwidth(repeat: int) -> float:
 
 
 def run(
-    shapes: tuple[tuple[int, int], ...] = SHAPES, repeat: int = 20, save: Callable[[dict[str, Any]], Any] = lambda result: None
+    shapes: tuple[tuple[int, int], ...] = SHAPES, repeat: int = 20, save: Save = nowhere, parts: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """All shapes and formats, and what peers there are. `save` gets what there is after each shape, and all of it at the end."""
-    result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **formats.machine("cuda")}
+    """All shapes and formats, and what peers there are. `save` gets what there is after each line. `parts`: some of `PARTS`."""
+    parts = chosen_parts(parts, PARTS)
+    record = Record(save)
     copy = copy_bandwidth(repeat)
-    result |= {"copy_gb_s": copy / 1e9, "equal": {}, "results": [], "peers": {}}
+    record.update(copy_gb_s=copy / 1e9, equal={}, results=[], peers={})
+    result = record.result
     peers = load_peers(result["peers"])
-    for requests, context in shapes:
-        for form in FORMATS:
-            torch.cuda.empty_cache()
-            case = Case(requests, context, form)
-            result["equal"][f"{requests} x {context} {form}"] = case.agrees()
-            floors = {"scores": case.index_bytes / copy * 1e6, "attention": case.chosen_bytes / copy * 1e6}
-            floors["chain"] = floors["scores"] + floors["attention"]
-            for name, calls in case.operations().items():
-                line = {"requests": requests, "context": context, "format": form, "name": name, "us": replay(calls, repeat)}
-                if name in floors:
-                    line |= {"floor_us": floors[name], "of_floor": floors[name] / line["us"]}
-                result["results"].append(line)
-            head = {"requests": requests, "context": context, "format": form}
-            for peer in peers:
-                result["results"] += lines(head | {"peer": peer.name}, peer.decode, (case,), partial(replay, repeat=repeat))
-            del case
-        save(result)
+    if "decode" in parts:
+        for requests, context in shapes:
+            for form in FORMATS:
+                torch.cuda.empty_cache()
+                case = Case(requests, context, form)
+                result["equal"][f"{requests} x {context} {form}"] = case.agrees()
+                record.add(decode(case, copy, peers, repeat))
+                del case
     torch.cuda.empty_cache()
-    result["results"] += prefill(32768, peers)
-    save(result)
-    torch.cuda.empty_cache()
-    from .bench_heads import head_lines
+    if "prefill" in parts:
+        record.add(prefill(LONG, peers))
+        torch.cuda.empty_cache()
+    if "training" in parts:
+        record.add(training(LONG))
+    if "heads" in parts:
+        from .bench_heads import head_lines
 
-    for line in (*training(32768), *head_lines(copy, result["peers"])):
-        result["results"].append(line)
-    result["right"] = all(result["equal"].values())
-    save(result)
+        record.add(head_lines(copy, result["peers"]))
+    record.update(compared=compared(result["results"]), right=all(result["equal"].values()))
     return result
 
 
-def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> list[dict[str, Any]]:
+def decode(case: Case, copy: float, peers: list[Peer], repeat: int) -> Iterator[dict[str, Any]]:
+    """Lines of one shape and format, ours and the peers'."""
+    floors = {"scores": case.index_bytes / copy * 1e6, "attention": case.chosen_bytes / copy * 1e6}
+    floors["chain"] = floors["scores"] + floors["attention"]
+    head = {"requests": case.requests, "context": case.context, "format": case.form}
+    for name, calls in case.operations().items():
+        line = head | {"name": name, "us": replay(calls, repeat)}
+        if name in floors:
+            line |= {"floor_us": floors[name], "of_floor": floors[name] / line["us"]}
+        yield line
+    for peer in peers:
+        yield from lines(head | {"peer": peer.name}, peer.decode, (case,), partial(replay, repeat=repeat))
+
+
+def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines beside those that they are measured against: `ratio` is how many times as long the other takes, and what is `wanted` of it.
+
+    In decode each of our formats stands beside every peer's of the same operation, whatever pages that peer reads. Training is forward over
+    packed bf16, which computes over the same number of keys as prefill over bf16 pages. Of the ratio of backward to forward the wanted
+    number is the most it may be.
+    """
+    times = {
+        (line.get("requests"), line.get("context", line.get("tokens")), line["format"], line["name"]): line["us"]
+        for line in found
+        if "us" in line
+    }
+    rows = []
+
+    def row(name: str, shape: str, ours: float | None, other: float | None, **wanted: float) -> None:
+        if ours is not None and other is not None:
+            rows.append({"name": name, "shape": shape, "ratio": other / ours} | wanted)
+
+    for (requests, context, form, name), us in times.items():
+        peer, _, operation = name.partition(" ")
+        if requests is None or peer not in ("vllm", "flashinfer"):
+            continue
+        for own in FORMATS:
+            row(
+                f"{operation}: {peer} on {form} over ours on {own}",
+                f"{requests} x {context}",
+                times.get((requests, context, own, operation)),
+                us,
+            )
+
+    def at(tokens: int, form: str, name: str) -> float | None:
+        return times.get((None, tokens, form, name))
+
+    stock, forward = at(LONG, "bf16", "vllm prefill"), at(LONG, "bf16", "training forward")
+    row("prefill: vllm over ours, bf16 pages", f"{LONG} tokens", at(LONG, "bf16", "prefill"), stock, at_least=1.5)
+    row("prefill: vllm on bf16 pages over our training forward", f"{LONG} tokens", forward, stock, at_least=1.5)
+    row("training: backward over forward", f"{LONG} tokens", forward, at(LONG, "bf16", "backward"), at_most=3.0)
+    one = "project and insert, one launch"
+    for tokens in dict.fromkeys(tokens for requests, tokens, *_ in times if requests is None):
+        for form, other in (("bf16", "cuBLAS bf16, then vllm insert"), ("nvfp4", "cuBLAS bf16, then insert")):
+            row(f"{form} pages: {other}, over one launch", f"{tokens} tokens", at(tokens, form, one), at(tokens, form, other))
+    return rows
+
+
+def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> Iterator[dict[str, Any]]:
     """One sequence: choice from bf16 index pages, and attention over pages of each format, ours and the peers'. Keys are random."""
     from . import triton_msa
 
@@ -141,18 +178,17 @@ def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> list[dict[str, A
     seen = sum(min(p // BLOCK, TOPK - 1) * BLOCK + p % BLOCK + 1 for p in range(tokens))
     work = Prefill(q, index_q, caches, index, choose(), {})
     head = {"tokens": tokens, "format": "bf16"}
-    found = [head | {"name": "choice", "us": timed([choose])}]
+    yield head | {"name": "choice", "us": timed([choose])}
     for form in FORMATS:
         work.out[form] = attend(form)
         head = {"tokens": tokens, "format": form}
         us = timed([partial(attend, form)])
-        found.append(head | {"name": "prefill", "us": us, "tflop_s": 4 * HEADS * DIM * seen / us / 1e6})
+        yield head | {"name": "prefill", "us": us, "tflop_s": 4 * HEADS * DIM * seen / us / 1e6}
         for peer in peers:
-            found += lines(head | {"peer": peer.name}, peer.prefill, (work, form), timed)
-    return found
+            yield from lines(head | {"peer": peer.name}, peer.prefill, (work, form), timed)
 
 
-def training(tokens: int, repeat: int = 5) -> list[dict[str, Any]]:
+def training(tokens: int, repeat: int = 5) -> Iterator[dict[str, Any]]:
     """One sequence: forward over packed bf16 keys, with the sums that gradients need, and all gradients.
 
     Keys are random: neighbouring queries share no more blocks than chance has it.
@@ -174,14 +210,12 @@ def training(tokens: int, repeat: int = 5) -> list[dict[str, Any]]:
     chosen = msa_ops.index_topk(index_q, index, batch, CONFIG)
     out, lse = triton_msa.attend(q, packed, chosen, batch, scale, lse=True)
     saved = (normal(tokens, HEADS, DIM), q, k, v, out, lse, chosen, batch.start, batch.request, batch.position, scale)
-    calls: dict[str, tuple[str, Callable[[], Any]]] = {
-        "training forward": ("bf16", lambda: triton_msa.attend(q, packed, chosen, batch, scale, lse=True)),
-        "backward": ("bf16", lambda: gradients(*saved)),
+    calls: dict[str, Callable[[], Any]] = {
+        "training forward": lambda: triton_msa.attend(q, packed, chosen, batch, scale, lse=True),
+        "backward": lambda: gradients(*saved),
     }
-    return [
-        {"tokens": tokens, "format": form, "name": name, "us": formats.time_cuda(call, repeat) * 1e6}
-        for name, (form, call) in calls.items()
-    ]
+    for name, call in calls.items():
+        yield {"tokens": tokens, "format": "bf16", "name": name, "us": formats.time_cuda(call, repeat) * 1e6}
 
 
 class Case:
@@ -302,7 +336,9 @@ def replay(calls: list[Callable[[], Any]], repeat: int) -> float:
 def show(result: dict[str, Any]) -> None:
     """Print what was found."""
     print(" · ".join(str(v) for v in result["machine"].values()), "·", ", ".join(f"{k} {v}" for k, v in result["versions"].items()))
-    print(f"copy {result['copy_gb_s']:.0f} GB/s; " + "; ".join(f"{k}: {v}" for k, v in result["peers"].items()))
+    print(f"copy {result['copy_gb_s']:.0f} GB/s, {result['seconds']:.0f} s in all")
+    for name, text in result["peers"].items():
+        print(f"{name}: {text}")
     for line in result["results"]:
         shape = f"{line['requests']:3d} x {line['context']:6d}" if "context" in line else f"{line['tokens']:5d} tok."
         text = f"{shape} {line['format']:5s} {line['name']:28s} "
@@ -314,6 +350,9 @@ def show(result: dict[str, Any]) -> None:
         if "floor_us" in line:
             text += f"  floor {line['floor_us']:6.1f} us, {100 * line['of_floor']:4.0f} %"
         print(text)
+    for row in result.get("compared", ()):
+        wanted = "".join(f", wanted {kind.replace('_', ' ')} {row[kind]}" for kind in ("at_least", "at_most") if kind in row)
+        print(f"{row['shape']:14s} {row['name']:60s} {row['ratio']:6.2f}{wanted}")
     wrong = [name for name, ok in result["equal"].items() if not ok]
     print(f"reference: {len(result['equal']) - len(wrong)} of {len(result['equal'])} cases agree")
     for name in wrong:

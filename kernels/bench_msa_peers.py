@@ -10,13 +10,14 @@ FlashInfer prefers programs of its CuTe DSL for some shapes; those need a furthe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import msa_ops
+from .bench_record import absence
 from .msa_ops import BLOCK, DIM, Pages
 
 
@@ -52,20 +53,22 @@ def load_peers(found: dict[str, str]) -> list[Peer]:
     for name, load in (("flashinfer msa_ops", _flashinfer), ("vllm minimax_m3", _vllm)):
         try:
             found[name], peer = load()
-        except ImportError as error:
-            found[name] = f"absent: {error}"
+        except Exception as error:  # packages of kernels raise much when they are imported beside what they were not built for
+            found[name] = absence(error)
         else:
             peers.append(peer)
     return peers
 
 
-def lines(head: dict[str, Any], ask: Callable[..., dict[str, Call]], args: tuple, time: Callable[[list], float]) -> list[dict[str, Any]]:
+def lines(
+    head: dict[str, Any], ask: Callable[..., dict[str, Call]], args: tuple, time: Callable[[list], float]
+) -> Iterator[dict[str, Any]]:
     """What a peer's `ask(*args)` comes to: `head`, and name with microseconds by `time` and distance, or with the error."""
     try:
         found = ask(*args)
     except Exception as error:  # a peer's refusal is a result
-        return [head | {"name": f"{head['peer']}, all", "error": _short(error)}]
-    out = []
+        yield head | {"name": f"{head['peer']}, all", "error": _short(error)}
+        return
     for name, call in found.items():
         line = head | {"name": name}
         try:
@@ -74,8 +77,7 @@ def lines(head: dict[str, Any], ask: Callable[..., dict[str, Call]], args: tuple
                 line["distance"] = call.distance()
         except Exception as error:
             line["error"] = _short(error)
-        out.append(line)
-    return out
+        yield line
 
 
 def _short(error: Exception) -> str:

@@ -3,18 +3,14 @@
 MiniMax-M3's shapes: hidden states of 6144, 64 heads of 128, 128 experts, a vocabulary of 200064. Every line is the median replay of a CUDA
 graph in which a call is repeated until it runs for some time, and beside it the same of torch in the same process: the torch code that
 stands in for the kernel, or for the head cuBLAS with bf16 in and out, which writes half the bytes. A floor is the bytes that must be moved,
-over the bandwidth of a copy that runs first, counted read and written.
+over the bandwidth of a copy that runs first, counted read and written. Results of the two are compared, values in relative norm.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,48 +20,62 @@ from samebits.quant import bench as formats
 
 from . import activation, logprobs, moe, norm, rope
 from .activation import SwiGLU
+from .bench_record import Record, Save, chosen_parts, command, nowhere
 from .linear import frozen_linear
 
 HIDDEN, HEADS, DIM, INNER, EXPERTS, TOP, VOCABULARY = 6144, 64, 128, 12288, 128, 4, 200064
 TOKENS = (1, 64, 4096)
 CHUNK = 640
 """Rows whose logits the trainer holds at a time."""
+PARTS = ("rows", "head")
+NEAR = 3e-2  # of values that were rounded to bf16 on one of the two sides, in another order of sums
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("samebits: the benchmark of row kernels needs a CUDA GPU", file=sys.stderr)
-        return 2
-    with torch.cuda.stream(
-        torch.cuda.Stream()
-    ):  # autograd goes back on the stream of the forward, and graphs are not captured on the first
-        result = run()
-    show(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    return command(__doc__, "row kernels", sys.modules[__name__], argv)
 
 
-def run() -> dict[str, Any]:
-    """All operations at all numbers of tokens."""
-    result: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **formats.machine("cuda")}
+def run(save: Save = nowhere, parts: Iterable[str] | None = None) -> dict[str, Any]:
+    """All operations at all numbers of tokens. `save` gets what there is after each line. `parts`: some of `PARTS`."""
+    parts = chosen_parts(parts, PARTS)
+    record = Record(save)
+    copy = copy_bandwidth()
+    record.update(copy_gb_s=copy / 1e9, results=[])
+    # Autograd goes back on the stream of the forward, and graphs are not captured on the first.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for tokens in TOKENS:
+            for part, operations in (("rows", rows), ("head", head)):
+                if part in parts:
+                    record.add(timed(tokens, operations(tokens), copy))
+    record.update(right=all(line["distance"] < NEAR for line in record.result["results"]))
+    return record.result
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a device copy of 1 GiB, read and written."""
     w = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
-    copy = 2 * w.nbytes / formats.time_copy(w, 10)
-    del w
-    result |= {"copy_gb_s": copy / 1e9, "results": []}
-    for tokens in TOKENS:
-        for name, (ours, torchs), moved, flops in (*rows(tokens), *head(tokens)):
-            us, torch_us = replay(ours), replay(torchs)
-            line = {"tokens": tokens, "name": name, "us": us, "torch_us": torch_us, "ratio": torch_us / us, "floor_us": moved / copy * 1e6}
-            result["results"].append(line | {"tflop_s": flops / us / 1e6} if flops else line)
-            torch.cuda.empty_cache()
-    return result
+    return 2 * w.nbytes / formats.time_copy(w, 10)
+
+
+def timed(tokens: int, operations: Iterator[tuple[str, Calls, float, float]], copy: float) -> Iterator[dict[str, Any]]:
+    """Lines of `rows` or `head`."""
+    for name, (ours, torchs), moved, flops in operations:
+        far = distance(ours(), torchs())
+        us, torch_us = replay(ours), replay(torchs)
+        line = {"tokens": tokens, "name": name, "us": us, "torch_us": torch_us, "ratio": torch_us / us, "floor_us": moved / copy * 1e6}
+        yield line | {"distance": far} | ({"tflop_s": flops / us / 1e6} if flops else {})
+        torch.cuda.empty_cache()
+
+
+def distance(have: Any, want: Any) -> float:
+    """Largest relative distance in norm of the floating-point results of two calls; NaN counts as infinitely far."""
+    pairs = zip(*(x if isinstance(x, (tuple, list)) else (x,) for x in (have, want)), strict=True)
+    values = [(a.float(), b.float()) for a, b in pairs if a is not None and a.is_floating_point()]
+    far = [((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in values]
+    return max(x if x == x else float("inf") for x in far)
 
 
 class Normal:
@@ -198,12 +208,12 @@ def replay(call: Callable[[], Any], wanted_us: float = 300.0) -> float:
 
 def show(result: dict[str, Any]) -> None:
     """A table."""
-    print(f"{result['machine']['gpu']}, copy {result['copy_gb_s']:.0f} GB/s")
+    print(f"{result['machine']['gpu']}, copy {result['copy_gb_s']:.0f} GB/s, {result['seconds']:.0f} s in all")
     for line in result["results"]:
         rate = f"  {line['tflop_s']:.0f} TFLOP/s" if "tflop_s" in line else ""
         print(
             f"{line['tokens']:5d} {line['name']:40s} {line['us']:9.1f} us  torch {line['torch_us']:9.1f} us  x{line['ratio']:.1f}"
-            f"  floor {line['floor_us']:7.1f} us{rate}"
+            f"  floor {line['floor_us']:7.1f} us{rate}  apart {line['distance']:.1e}"
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from samebits.quant import nvfp4
 from samebits.quant.nvfp4 import NVFP4Tensor
 
+from .bench_record import absence
 from .moe import ExpertLoRA
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [T, H], ids int32 [T, k], weights fp32 [T, k]) to [T, H]
@@ -148,7 +149,7 @@ def vllm_lines(
         with set_current_vllm_config(config):
             sides, announce = peers(max(made), shape, adapters, dense)
     except Exception as error:  # not installed, of another version, or the device's: the other figures of the run stand without
-        return [], f"vLLM: {type(error).__name__}: {str(error).split(chr(10))[0]}"
+        return [], f"vLLM: {absence(error)}"
     lines = []
     with set_current_vllm_config(config):
         for count, batches in made.items():

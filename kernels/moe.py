@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samebits.quant.activations import round_trip
 from samebits.quant.blocks import fast_path
 
 from .activation import SwiGLU, swiglu_oai_halves
 from .expert_tiles import NVFP4Tiles, unpack_experts
-from .linear import FrozenWeight, LoRA, add_lora, frozen_linear, lora_sum, select, split
+from .linear import FrozenWeight, LoRA, lora_sum, select, split
+from .w4a4 import add_adapter, block_product
+from .w4a4 import swiglu as same_swiglu
 
 
 class ExpertLoRA(NamedTuple):
@@ -30,8 +31,8 @@ class ExpertLoRA(NamedTuple):
 class W4A4(NamedTuple):
     """NVFP4 activations, as a Blackwell engine's experts take them: the static input scale (fp32 scalar) of each GEMM, None per token.
 
-    What a GEMM of the base sees is x quantized as `quant.activations` says, code for code; the products are summed in fp32, in another
-    order than on Blackwell's tensor cores. The adapter sees x itself. Gradients pass the quantization straight through.
+    What a GEMM of the base sees is x quantized as `quant.activations` says, code for code. The adapter sees x itself. Gradients pass the
+    quantization straight through. Forward bits are the same on every device and in every batch; see `kernels.w4a4`.
     """
 
     w13: Tensor | None = None
@@ -90,7 +91,7 @@ def moe(
         ids: int [T, k] expert ids. weights: fp32 [T, k].
         lora: adapter slots, or None. adapter_ids: int [T] slot of each token (-1: base), None: slot 0 for all.
         recompute: keep less for the backward and compute gate and up again there (Triton kernels only).
-        w4a4: emulate NVFP4 activations, on any device, in torch.
+        w4a4: emulate NVFP4 activations, on any device, in torch; the weights must be NVFP4 then.
     Returns:
         [T, H] in x's dtype, summed in fp32. Gradients go to x, weights and the adapter.
     """
@@ -144,7 +145,7 @@ def expert_outputs(
             _project(xs, w, pair[e] if pair else None, ad, w4a4 and (w4a4.w13,)).to(rows.dtype)
             for w, pair in zip(split(select(w13, e), 2), (gates, ups), strict=True)
         )
-        act = swiglu_oai_halves(gate, up, activation).to(rows.dtype)
+        act = (swiglu_oai_halves if w4a4 is None else same_swiglu)(gate, up, activation).to(rows.dtype)
         parts.append(_project(act, select(w2, e), downs[e] if downs else None, ad, w4a4 and (w4a4.w2,)))
     return torch.cat(parts)
 
@@ -155,9 +156,8 @@ def _project(
     """`lora_sum`, where `rounded` with the base seeing NVFP4 activations under that static scale (or per token)."""
     if rounded is None:
         return lora_sum(x, weight, lora, adapter_ids)
-    # In fp32 a quantized value is exact, and so is its product with a weight's code.
-    out = frozen_linear(round_trip(x.float(), *rounded), weight)
-    return out if lora is None else add_lora(out, x, lora, adapter_ids)
+    out = block_product(x, weight, *rounded)
+    return out if lora is None else add_adapter(out, x, lora, adapter_ids)
 
 
 def _by_expert(lora: LoRA | None) -> list[LoRA]:

@@ -17,14 +17,15 @@ from rich.console import Console
 from .terminal import fail, quiet_job, require_writable, write_json
 
 bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
-KERNELS = {name: f"samebits.kernels.bench_{name}" for name in ("moe", "msa", "dense")}
-"""Modules of which each has `run(save)`, which gives `right` beside the figures, and `show`."""
+KERNELS = {name: f"samebits.kernels.bench_{name}" for name in ("moe", "msa", "dense", "rows")}
+"""Modules of which each has `PARTS`, `run(save, parts)`, which gives `right` beside the figures, and `show`."""
 
 
 @bench_app.command("kernels")
 def kernels(
     what: Annotated[str, typer.Option(help=f"which kernels: {', '.join(KERNELS)}")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file, line by line")] = None,
+    part: Annotated[list[str] | None, typer.Option(help="run only this part; may be given again")] = None,
 ) -> None:
     """Time kernels against the bandwidth of a copy in the same run, and against peers that are installed."""
     import torch
@@ -35,7 +36,9 @@ def kernels(
         raise fail("the kernel benchmarks need a CUDA GPU and Triton")
     require_writable(json_file)
     module = import_module(KERNELS[what])
-    result = module.run(save=lambda partial: write_json(json_file, partial))
+    if unknown := sorted(set(part or ()) - set(module.PARTS)):
+        raise fail(f"no part called {unknown[0]!r} of {what}; there are: {', '.join(module.PARTS)}")
+    result = module.run(save=lambda partial: write_json(json_file, partial), parts=part or None)
     module.show(result)
     if not result["right"]:
         raise fail("kernels and reference disagree", 1)

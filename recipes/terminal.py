@@ -38,10 +38,16 @@ def require_writable(*paths: Path | None) -> None:
 
 
 def write_json(path: Path | None, content: object) -> None:
-    """Write a result where `--json` asks for it. Raises `typer.Exit(2)` with one line when it cannot be written."""
+    """Write a result where `--json` asks for it, whole at every moment. Raises `typer.Exit(2)` with one line when it cannot be written."""
     if path is None:
         return
+    text = json.dumps(content, indent=1) + "\n"
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        if path.exists() and not path.is_file():  # a pipe or a terminal
+            path.write_text(text)
+            return
+        part = path.with_name(path.name + ".part")
+        part.write_text(text)
+        part.replace(path)
     except OSError as error:
         raise fail(f"{path}: {error.strerror}") from None

@@ -175,5 +175,5 @@ def test_what_vllm_raises_is_the_reason(vllm, monkeypatch):
     monkeypatch.setattr(bench_vllm, "peers", fail)
     assert bench_vllm.vllm_lines({1: [batch(1)]}, (HIDDEN, WIDTH, EXPERTS, TOP), adapters(), (None, None), None) == (
         [],
-        "vLLM: TypeError: no such argument",
+        "vLLM: cannot be used: TypeError: no such argument",
     )

@@ -24,12 +24,12 @@ def gpu(monkeypatch):
     monkeypatch.setattr(bench_cli, "find_spec", lambda name: object())
     shown = []
 
-    def measure(save):
-        result = {"right": True, "results": [1]}
+    def measure(save, parts):
+        result = {"right": True, "results": [1], "parts": parts}
         save(result)
         return result
 
-    module = types.SimpleNamespace(run=measure, show=shown.append)
+    module = types.SimpleNamespace(run=measure, show=shown.append, PARTS=("one", "two"))
     for name in bench_cli.KERNELS.values():
         monkeypatch.setitem(sys.modules, name, module)
     return module, shown
@@ -51,15 +51,32 @@ def test_a_folder_that_does_not_exist_is_said_before_the_run(gpu, tmp_path):
     assert done.exit_code == 2 and "there is no folder" in done.stderr and not gpu[1]
 
 
-@pytest.mark.parametrize("what", ["moe", "msa", "dense"])
+@pytest.mark.parametrize("what", ["moe", "msa", "dense", "rows"])
 def test_results_are_shown_and_written(gpu, tmp_path, what):
     out = tmp_path / "out.json"
     assert run("--what", what, "--json", str(out)).exit_code == 0
     assert json.loads(out.read_text())["results"] == [1] and len(gpu[1]) == 1
 
 
+def test_parts_are_run_alone_and_unknown_ones_named(gpu, tmp_path):
+    out = tmp_path / "out.json"
+    assert run("--what", "msa", "--part", "two", "--json", str(out)).exit_code == 0
+    assert json.loads(out.read_text())["parts"] == ["two"]
+    done = run("--what", "msa", "--part", "three")
+    assert done.exit_code == 2 and done.stderr == "samebits: no part called 'three' of msa; there are: one, two\n" and len(gpu[1]) == 1
+
+
+def test_every_benchmark_has_its_parts():
+    pytest.importorskip("triton")
+    import importlib
+
+    for name in bench_cli.KERNELS.values():
+        module = importlib.import_module(name)
+        assert module.PARTS and callable(module.run) and callable(module.show)
+
+
 def test_disagreement_is_exit_1(gpu):
-    gpu[0].run = lambda save: {"right": False}
+    gpu[0].run = lambda save, parts: {"right": False}
     done = run("--what", "msa")
     assert done.exit_code == 1 and "disagree" in done.stderr
 
