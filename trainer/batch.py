@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -96,6 +97,22 @@ def require_objective_fields(batch: TensorDict, recomputed: bool = False) -> Non
             raise BatchError("old_log_probs, which the trainer recomputed, hold NaN or infinity at a response token")
     elif not torch.equal(rollout, old):
         raise BatchError("old_log_probs are not the rollout's log-probabilities; set algorithm.rollout_correction.bypass_mode=True")
+
+
+def require_equal_work(batch: TensorDict, group: dist.ProcessGroup, device: torch.device | str | int) -> None:
+    """Raise on every rank of `group` alike unless all of them will run equally many micro-batches; collective.
+
+    verl agrees on the number where it packs by tokens, for ranks that have a sequence. A rank with fewer micro-batches than the others would
+    leave them waiting for it, in a layer's gathering or exchange.
+    """
+    fixed = 0 if batch["use_dynamic_bsz"] else -(-len(batch) // batch["micro_batch_size_per_gpu"])
+    everybody = torch.zeros(dist.get_world_size(group), 2, dtype=torch.int64, device=device)
+    dist.all_gather(list(everybody.unbind()), torch.tensor([len(batch), fixed], device=device), group=group)
+    rows, counts = everybody.t().tolist()
+    if not all(rows):
+        raise BatchError(f"rank {rows.index(0)} has no sequence in this batch, others have {max(rows)}")
+    if len(set(counts)) > 1:
+        raise BatchError(f"ranks would run {sorted(set(counts))} micro-batches of this batch: they must run equally many")
 
 
 def require_routes(batch: TensorDict, dims: M3Dims) -> int:
