@@ -102,17 +102,17 @@ def require_objective_fields(batch: TensorDict, recomputed: bool = False) -> Non
 def require_equal_work(batch: TensorDict, group: dist.ProcessGroup, device: torch.device | str | int) -> None:
     """Raise on every rank of `group` alike unless all of them will run equally many micro-batches; collective.
 
-    verl agrees on the number where it packs by tokens, for ranks that have a sequence. A rank with fewer micro-batches than the others would
-    leave them waiting for it, in a layer's gathering or exchange.
+    Where verl packs by tokens it agrees on their number, among ranks that have a sequence; micro-batches of a fixed number of sequences
+    are as many as a rank has sequences for. A rank with fewer would leave the others waiting for it, in a layer's gathering or exchange.
     """
-    fixed = 0 if batch["use_dynamic_bsz"] else -(-len(batch) // batch["micro_batch_size_per_gpu"])
-    everybody = torch.zeros(dist.get_world_size(group), 2, dtype=torch.int64, device=device)
-    dist.all_gather(list(everybody.unbind()), torch.tensor([len(batch), fixed], device=device), group=group)
-    rows, counts = everybody.t().tolist()
+    rows = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather(list(rows.unbind()), torch.tensor(len(batch), device=device), group=group)
+    rows = rows.tolist()
     if not all(rows):
-        raise BatchError(f"rank {rows.index(0)} has no sequence in this batch, others have {max(rows)}")
-    if len(set(counts)) > 1:
-        raise BatchError(f"ranks would run {sorted(set(counts))} micro-batches of this batch: they must run equally many")
+        raise BatchError(f"rank {rows.index(0)} has no sequence of this batch, others have up to {max(rows)}")
+    fixed = "use_dynamic_bsz" in batch and not batch["use_dynamic_bsz"]
+    if fixed and len(set(rows)) > 1:
+        raise BatchError(f"ranks have {rows} sequences of this batch: with use_dynamic_bsz=false they must have equally many")
 
 
 def require_routes(batch: TensorDict, dims: M3Dims) -> int:
