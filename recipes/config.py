@@ -76,6 +76,15 @@ class Engine:
 
 
 @dataclass
+class ExpertParallel:
+    """Who holds whole experts, while tokens travel."""
+
+    trainer: Any = False
+    """true: each training rank its share of a layer's routed experts and adapters, over the ranks of verl's `fsdp_size`; false: they
+    are sharded and gathered for each forward, like everything else. No bool, which would take a number of ranks for true."""
+
+
+@dataclass
 class Checks:
     """When the job stops by itself."""
 
@@ -192,6 +201,7 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     recompute: Recompute = field(default_factory=Recompute)
     engine: Engine = field(default_factory=Engine)
+    expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
     checks: Checks = field(default_factory=Checks)
     ablation: Ablation = field(default_factory=Ablation)
     data_source: DataSource = field(default_factory=DataSource)
@@ -429,6 +439,7 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
         OmegaConf.update(verl, key, value)
     own = {"samebits_profile": recipe.profile.name, "samebits_kv_cache": recipe.numerics.kv_cache}
     own["samebits_recompute_experts"] = recipe.recompute.experts
+    own["samebits_expert_parallel"] = recipe.expert_parallel.trainer
     verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, own)
     # verl's V1 trainer reads the correction from the algorithm, the loss reads it from the actor: keep one.
     verl.actor_rollout_ref.actor.policy_loss.rollout_correction = {

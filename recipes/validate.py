@@ -81,6 +81,7 @@ def examine(recipe: Recipe, verl: DictConfig, *, planned: bool = False) -> Valid
     _correction(verl)
     _sync(recipe, verl)
     layout = spread(verl, model)
+    _expert_parallel(recipe, verl, model, layout)
     require_engine_limits(verl, model, recipe.lora.rank)
     _batches(verl)
     _task(recipe, verl)
@@ -327,6 +328,24 @@ def _sync(recipe: Recipe, verl: DictConfig) -> None:
         raise RecipeError("actor_rollout_ref.rollout.enable_prefix_caching=false: vLLM keeps the routes to replay with its cached blocks")
     if verl.trainer.v1.trainer_mode != "sync":
         raise RecipeError(f"trainer.v1.trainer_mode={verl.trainer.v1.trainer_mode}: one optimizer step a batch needs sync")
+
+
+def _expert_parallel(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread) -> None:
+    """Experts that stay with the ranks of the trainer: whole ones, on the GPUs."""
+    wanted = recipe.expert_parallel.trainer
+    if not isinstance(wanted, bool):
+        raise RecipeError(f"expert_parallel.trainer must be true or false, not {wanted!r}: the ranks are those of fsdp_config.fsdp_size")
+    if not wanted:
+        return
+    key = "expert_parallel.trainer=true"
+    if not model.experts:
+        raise RecipeError(f"{key} would do nothing: {model.title} has no routed experts")
+    if model.experts % layout.fsdp:
+        raise RecipeError(
+            f"{key}: the {model.experts} experts of {model.title} do not divide over the {layout.fsdp} ranks that hold the trainer"
+        )
+    if verl.actor_rollout_ref.actor.fsdp_config.offload_policy:
+        raise RecipeError(f"{key} keeps experts on the GPUs, actor_rollout_ref.actor.fsdp_config.offload_policy=true off them: use one")
 
 
 def _batches(verl: DictConfig) -> None:

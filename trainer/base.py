@@ -1,7 +1,8 @@
 """Frozen weights of the training model: as a checkpoint stores them, or reordered for the Hopper kernels.
 
 Either way the same bits, in parameters without gradient that FSDP2 shards along their first dimension and gathers as they are: codes and
-scales of NVFP4 and MXFP8 as uint8, or as the int32 and int64 words of `kernels.expert_tiles` and `kernels.linear_tiles`.
+scales of NVFP4 and MXFP8 as uint8, or as the int32 and int64 words of `kernels.expert_tiles` and `kernels.linear_tiles`. A stack of experts
+may be spread over ranks instead (`expert_ranks`), and is then never gathered for a forward.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
 
+from .expert_ranks import ExpertRanks
 from .lora import full
 
 
@@ -27,6 +29,7 @@ class PackedBase(nn.Module):
 
     def __init__(self, weight: FrozenWeight) -> None:
         super().__init__()
+        self._ranks: ExpertRanks | None = None
         self._hold(weight)
 
     def _hold(self, weight: FrozenWeight | NVFP4Tiles | MXFP8Tiles) -> None:
@@ -56,12 +59,24 @@ class PackedBase(nn.Module):
             delattr(self, part)
         self._hold(tiles)
 
+    def spread(self, ranks: ExpertRanks) -> None:
+        """Take the stack for this rank's share of one that is spread over `ranks`. For FSDP2 to ignore; not to be packed any more."""
+        self._ranks = ranks
+        for name in self._names:
+            part = getattr(self, name)
+            if isinstance(part, Tensor):
+                delattr(self, name)
+                self.register_parameter(name, ranks.parameter(part.detach(), requires_grad=False))
+
     def value(self) -> FrozenWeight | NVFP4Tiles | MXFP8Tiles:
-        """The weight as the ops of `kernels` take it."""
-        return self._join([getattr(self, name) for name in self._names])
+        """The weight as the ops of `kernels` take it; of a stack that is spread over ranks, this rank's matrices."""
+        parts = (getattr(self, name) for name in self._names)
+        if self._ranks is None:
+            return self._join(list(parts))
+        return self._join([self._ranks.local(part) if isinstance(part, Tensor) else part for part in parts])
 
     def held(self) -> FrozenWeight | NVFP4Tiles | MXFP8Tiles:
-        """`value` outside of a forward, where the weight may be sharded. Every rank must ask."""
+        """The whole weight outside of a forward, where it may be sharded or spread. Every rank must ask."""
         parts = (getattr(self, name) for name in self._names)
         return self._join([full(part) if isinstance(part, Tensor) else part for part in parts])
 

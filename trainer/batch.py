@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -96,6 +97,22 @@ def require_objective_fields(batch: TensorDict, recomputed: bool = False) -> Non
             raise BatchError("old_log_probs, which the trainer recomputed, hold NaN or infinity at a response token")
     elif not torch.equal(rollout, old):
         raise BatchError("old_log_probs are not the rollout's log-probabilities; set algorithm.rollout_correction.bypass_mode=True")
+
+
+def require_equal_work(batch: TensorDict, group: dist.ProcessGroup, device: torch.device | str | int) -> None:
+    """Raise on every rank of `group` alike unless all of them will run equally many micro-batches; collective.
+
+    Where verl packs by tokens it agrees on their number, among ranks that have a sequence; micro-batches of a fixed number of sequences
+    are as many as a rank has sequences for. A rank with fewer would leave the others waiting for it, in a layer's gathering or exchange.
+    """
+    rows = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather(list(rows.unbind()), torch.tensor(len(batch), device=device), group=group)
+    rows = rows.tolist()
+    if not all(rows):
+        raise BatchError(f"rank {rows.index(0)} has no sequence of this batch, others have up to {max(rows)}")
+    fixed = "use_dynamic_bsz" in batch and not batch["use_dynamic_bsz"]
+    if fixed and len(set(rows)) > 1:
+        raise BatchError(f"ranks have {rows} sequences of this batch: with use_dynamic_bsz=false they must have equally many")
 
 
 def require_routes(batch: TensorDict, dims: M3Dims) -> int:

@@ -9,6 +9,8 @@ What a recipe sets, all through verl's own configuration:
     model.override_config.samebits_profile, .samebits_kv_cache (default: the checkpoint's profile, its KV format)
     model.enable_gradient_checkpointing (keep only each layer's input), model.override_config.samebits_recompute_experts (keep gate and up
     of experts out of what forward keeps: for runs that keep layers whole; default false)
+    model.override_config.samebits_expert_parallel (true: each rank holds its share of the routed experts and their adapters for good, and
+    tokens travel, over the ranks that FSDP2 shards over; default false: they are sharded and gathered like everything else)
     model.override_config.samebits_parity (a folder: every logprob must have the engine's bits, and what differs is recorded there),
     .samebits_old_logprobs ("recomputed": the trainer's own, an ablation; default the rollout's)
     actor.fsdp_config.seed (adapter init), actor.fsdp_config.router_replay.mode (R3: replay the rollout's routes)
@@ -28,6 +30,7 @@ from peft import LoraConfig, TaskType
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
@@ -42,15 +45,22 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import NumericsProfile, get_profile
 from samebits.quant.roles import MODULE_PATHS
 
-from . import hf_config
-from .batch import PackedBatch, pack, require_objective_fields, require_routes, without_row_objects
+from . import expert_ranks, hf_config
+from .batch import PackedBatch, pack, require_equal_work, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
 from .lora import LoRASettings
 from .model import M3ForTraining, M3Output, compute_dtype
 from .objective import POLICY_LOSS, collect_metrics
 from .parity import require_same_bits
 
-_OVERRIDES = ("samebits_profile", "samebits_kv_cache", "samebits_recompute_experts", "samebits_parity", "samebits_old_logprobs")
+_OVERRIDES = (
+    "samebits_profile",
+    "samebits_kv_cache",
+    "samebits_recompute_experts",
+    "samebits_expert_parallel",
+    "samebits_parity",
+    "samebits_old_logprobs",
+)
 _AGGREGATION = {"sum": AggregationType.SUM, "max": AggregationType.MAX}
 
 
@@ -93,6 +103,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             "lora.merge": bool(model.lora.get("merge", False)),
             "lora_adapter_path": model.lora_adapter_path is not None,
             "lora_rank 0": model.lora_rank <= 0 and not engine.forward_only,
+            "samebits_expert_parallel with offload_policy": engine.offload_policy
+            and bool(model.override_config.get("samebits_expert_parallel")),
         }
         for what, found in refused.items():
             if found:
@@ -110,9 +122,9 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         unknown = sorted(key for key in override if key.startswith("samebits_") and key not in _OVERRIDES)
         if unknown:
             raise ValueError(f"unknown override_config {', '.join(unknown)}; known: {', '.join(_OVERRIDES)}")
-        recompute = override.get("samebits_recompute_experts", False)
-        if not isinstance(recompute, bool):
-            raise ValueError(f"override_config samebits_recompute_experts must be true or false, not {recompute!r}")
+        for key in ("samebits_recompute_experts", "samebits_expert_parallel"):
+            if not isinstance(override.get(key, False), bool):
+                raise ValueError(f"override_config {key} must be true or false, not {override[key]!r}")
         checkpoint = Checkpoint(config.local_path)
         profile = get_profile(override.get("samebits_profile", checkpoint.config["samebits"]["profile"]), override.get("samebits_kv_cache"))
         if self.parity is not None and pack_device(profile) is None:
@@ -121,11 +133,12 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         if config.lora_rank > 0:
             roles = target_roles(config.target_modules)
             settings = LoRASettings(config.lora_rank, config.lora_alpha, roles, self.engine_config.seed)
-        module = M3ForTraining(checkpoint, profile, settings, wrap=self._shard, pack_on=pack_device(profile))
+        experts_over = self.device_mesh if override.get("samebits_expert_parallel", False) else None
+        module = M3ForTraining(checkpoint, profile, settings, self._shard, pack_device(profile), experts_over)
         if config.tokenizer is not None:
             module.only_tokens(len(config.tokenizer))
         module.checkpoint_activations(config.enable_gradient_checkpointing)
-        module.recompute_experts(recompute)
+        module.recompute_experts(override.get("samebits_recompute_experts", False))
         return module
 
     def _shard(self, module: nn.Module) -> None:
@@ -137,6 +150,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
         if not isinstance(module, M3ForTraining):
             options["reshard_after_forward"] = self.engine_config.reshard_after_forward
+            # Experts that are spread over ranks are DTensors before FSDP2 makes any.
+            options["ignored_params"] = {p for p in module.parameters() if isinstance(p, DTensor)}
         fully_shard(module, **options)
 
     def _build_lora_module(self, module: M3ForTraining) -> M3ForTraining:
@@ -158,6 +173,7 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             pairs = torch.tensor(require_routes(data, self.module.dims), device=get_device_id())
             torch.distributed.all_reduce(pairs, group=self.get_data_parallel_group())
             self._route_pairs = int(pairs)
+        require_equal_work(data, self.get_data_parallel_group(), get_device_id())
         self._batch = data
         try:
             return super().forward_backward_batch(without_row_objects(data), loss_function, forward_only)
@@ -235,6 +251,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
     def optimizer_step(self) -> float:
         """Clip, step and count. Raises `RuntimeError` when the gradient is not finite: no adapter version may go missing silently."""
         self.meter.enter("optimizer")
+        for _, parameter in self.module.adapter_parameters():
+            expert_ranks.reduce(parameter)
         grad_norm = super().optimizer_step()
         self.meter.stop()
         if not torch.isfinite(torch.tensor(grad_norm)):

@@ -5,7 +5,8 @@ What computes is bf16(A) and bf16(alpha / rank * B). Forward takes these values 
 exactly the same bits, so the engine cannot hold another adapter than the one whose loss was differentiated.
 
 A starts as PEFT starts it, kaiming-uniform with a = sqrt(5), which is uniform within 1 / sqrt(K); B starts at zero. Each module
-draws from a generator of its own, seeded by (seed, layer, role), so neither the world size nor the set of targets changes it.
+draws from a generator of its own, seeded by (seed, layer, role), so neither the world size nor the set of targets changes it. Where experts
+are spread over ranks (`expert_ranks`) a rank draws those of all and keeps its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from samebits.kernels.linear import LoRA
 from samebits.quant.adapter import AdapterSpec, tensor_name
 from samebits.quant.roles import EXPERT_ROLES, ModuleId, Role
+
+from .expert_ranks import ExpertRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +47,47 @@ def rounded(master: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """bf16 value held in fp32, so that autograd hands back an unrounded fp32 gradient."""
+    """bf16 value held in fp32, so that autograd hands back an unrounded fp32 gradient, times `share`."""
 
     @staticmethod
-    def forward(ctx, master: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx, master: Tensor, scale: float, share: float) -> Tensor:
+        ctx.factor = scale * share
         return rounded(master, scale).float()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale if ctx.scale != 1.0 else grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.factor if ctx.factor != 1.0 else grad, None, None
 
 
 class LoRAPair(nn.Module):
     """Masters of one module, or of one projection of all experts of a layer."""
 
-    def __init__(self, module: ModuleId, n: int, k: int, experts: int, settings: LoRASettings) -> None:
-        """`module.expert` is ignored; `experts` is 0 for a module that is no expert."""
+    def __init__(self, module: ModuleId, n: int, k: int, experts: int, settings: LoRASettings, ranks: ExpertRanks | None = None) -> None:
+        """`module.expert` is ignored; `experts` is 0 for a module that is no expert. `ranks`: those over which the experts are spread."""
         super().__init__()
         self.role, self.layer, self.experts, self.scale = module.role, module.layer, experts, settings.scale
-        stack = (experts,) if experts else ()
+        self._ranks = ranks
+        mine = range(experts or 1) if ranks is None else ranks.mine
         generator = torch.Generator().manual_seed(_seed(settings.seed, module.layer, module.role))
-        a = torch.empty(*stack, settings.rank, k).uniform_(-(k**-0.5), k**-0.5, generator=generator)
-        self.lora_A = nn.Parameter(a)
-        self.lora_B = nn.Parameter(torch.zeros(*stack, n, settings.rank))
+        a = torch.empty(len(mine), settings.rank, k)
+        for expert in range(experts or 1):
+            one = a[expert - mine.start] if expert in mine else torch.empty(settings.rank, k)
+            one.uniform_(-(k**-0.5), k**-0.5, generator=generator)
+        b = torch.zeros(len(mine), n, settings.rank)
+        if ranks is not None:
+            self.lora_A, self.lora_B = ranks.parameter(a, requires_grad=True), ranks.parameter(b, requires_grad=True)
+        else:
+            self.lora_A, self.lora_B = (nn.Parameter(t if experts else t[0]) for t in (a, b))
 
     def values(self) -> LoRA:
-        """The values that compute, as one adapter slot: a [1, (E,) r, K], b [1, (E,) N, r], fp32 tensors of bf16 numbers."""
-        a, b = _StraightThrough.apply(self.lora_A, 1.0), _StraightThrough.apply(self.lora_B, self.scale)
-        return LoRA(a[None], b[None])
+        """The values that compute, as one adapter slot: a [1, (E,) r, K], b [1, (E,) N, r], fp32 tensors of bf16 numbers.
+
+        Of experts that are spread over ranks, this rank's.
+        """
+        a, b, share = self.lora_A, self.lora_B, 1.0
+        if self._ranks is not None:
+            a, b, share = self._ranks.local(a), self._ranks.local(b), self._ranks.share
+        return LoRA(_StraightThrough.apply(a, 1.0, share)[None], _StraightThrough.apply(b, self.scale, share)[None])
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT name and bf16 tensor of each side, one pair an expert. Gathers shards: every rank must drain it."""
@@ -86,14 +101,15 @@ class LoRAPair(nn.Module):
 class LayerLoRA(nn.Module):
     """The pairs of one layer, by role. Roles that the run does not adapt are absent."""
 
-    def __init__(self, spec: AdapterSpec, layer: int, settings: LoRASettings) -> None:
+    def __init__(self, spec: AdapterSpec, layer: int, settings: LoRASettings, ranks: ExpertRanks | None = None) -> None:
+        """`ranks`: those over which the routed experts are spread, or None."""
         super().__init__()
         seen: dict[Role, LoRAPair] = {}
         for module in spec.shape.modules(spec.roles):
             if module.layer == layer and module.role not in seen:
                 n, k = spec.shape.matrix(module.role)
                 experts = spec.shape.experts if module.role in EXPERT_ROLES else 0
-                seen[module.role] = LoRAPair(module, n, k, experts, settings)
+                seen[module.role] = LoRAPair(module, n, k, experts, settings, ranks if experts else None)
         self.pairs = nn.ModuleDict({role.name: pair for role, pair in seen.items()})
 
     def values(self, role: Role) -> LoRA | None:
@@ -104,6 +120,11 @@ class LayerLoRA(nn.Module):
         """All tensors of the layer under their PEFT names."""
         for pair in self.pairs.values():
             yield from pair.export()
+
+
+def values_of(lora: LayerLoRA | None, role: Role | None) -> LoRA | None:
+    """Values of a role's pair, or None without an adapter."""
+    return lora.values(role) if lora is not None and role is not None else None
 
 
 def _seed(seed: int, layer: int, role: Role) -> int:

@@ -20,12 +20,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of
-from samebits.kernels.linear import FrozenWeight, LoRA, frozen_linear, lora_linear, select, split
-from samebits.kernels.mlp import moe_with_shared
-from samebits.kernels.moe import ExpertLoRA, route_topk, route_weights
+from samebits.kernels.linear import FrozenWeight, lora_linear
 from samebits.kernels.msa_ops import Norms, rotate_heads
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import apply_rope
@@ -36,11 +34,13 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import Format, NumericsProfile, require_same
 from samebits.quant.roles import Role
 
-from .base import PackedBase, gate_up_of, stack
+from .base import PackedBase
+from .expert_ranks import ExpertRanks
 from .head import token_logprobs
-from .lora import LayerLoRA, LoRASettings
+from .lora import LayerLoRA, LoRASettings, values_of
 from .m3_config import M3Dims
 from .mlp import MLP
+from .moe import MoE
 from .packed import Sequences, attend, kernels_attend, sequences
 
 _COMPUTE = {Format.FP32: torch.float32, Format.BF16: torch.bfloat16}
@@ -107,12 +107,12 @@ class Attention(nn.Module):
         if chosen is not None:
             tap(f"{self.prefix}blocks", chosen)
         tap(f"{self.prefix}attention", out.flatten(1))
-        out = lora_linear(out.flatten(1), self.proj["o"].value(), _pair(lora, Role.ATTN_O))
+        out = lora_linear(out.flatten(1), self.proj["o"].value(), values_of(lora, Role.ATTN_O))
         tap(f"{self.prefix}o_proj", out)
         return out, chosen
 
     def _heads(self, name: str, x: Tensor, lora: LayerLoRA | None = None, role: Role | None = None) -> Tensor:
-        return lora_linear(x, self.proj[name].value(), _pair(lora, role)).unflatten(-1, (-1, self.dims.shape.head_dim))
+        return lora_linear(x, self.proj[name].value(), values_of(lora, role)).unflatten(-1, (-1, self.dims.shape.head_dim))
 
     def _rotated(self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor | None, index_k: Tensor | None, seqs: Sequences):
         """Heads [T, heads, D] normed and rotated, K, V and the index key as the cache holds them."""
@@ -136,64 +136,6 @@ class Attention(nn.Module):
         return kv.round_trip(x) if self.quantized_kv else x
 
 
-class MoE(nn.Module):
-    """Router, routed experts and shared expert."""
-
-    def __init__(self, checkpoint: Checkpoint, layer: int, dims: M3Dims) -> None:
-        super().__init__()
-        self.dims = dims
-        self.recompute = False
-        self.prefix = prefix = f"model.layers.{layer}.block_sparse_moe."
-        self.gate = PackedBase(checkpoint.tensor(f"{prefix}gate.weight"))
-        self.bias = PackedBase(checkpoint.tensor(f"{prefix}e_score_correction_bias"))
-        experts = [f"{prefix}experts.{e}." for e in range(dims.shape.experts)]
-        self.w13 = PackedBase(stack([gate_up_of(checkpoint, e) for e in experts]))
-        self.w2 = PackedBase(stack([checkpoint.weight(f"{e}w2") for e in experts]))
-        self.shared = MLP(checkpoint, f"{prefix}shared_experts.", (Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN), dims)
-
-    def forward(self, x: Tensor, lora: LayerLoRA | None, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [T, H], routes int [T, k] or None to ([T, H], ids used [T, k], rows replayed [], rows that agree [])."""
-        logits = frozen_linear(x, self.gate.value())
-        ids, weights = route_topk(logits, self.bias.value(), self.dims.top_k, self.dims.routed_scale)
-        replayed = agreed = torch.zeros((), dtype=torch.int64, device=x.device)
-        if routes is not None:
-            given = routes[:, :1] >= 0
-            own = ids
-            ids = torch.where(given, routes.to(ids.dtype).sort(dim=-1).values, own)
-            weights = route_weights(logits, ids, self.dims.routed_scale)
-            replayed, agreed = given.sum(), ((ids == own).all(-1) & given[:, 0]).sum()
-        for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
-            tap(f"{self.prefix}{name}", value)
-        out = moe_with_shared(
-            x,
-            self.w13.value(),
-            self.w2.value(),
-            ids,
-            weights,
-            self.shared.operands(lora),
-            self.dims.activation,
-            self._expert_lora(lora),
-            recompute=self.recompute,
-            point=self.prefix,
-        )
-        return out, ids, replayed, agreed
-
-    def base_weights(self, prefix: str) -> Iterator[tuple[str, FrozenWeight]]:
-        """See `M3ForTraining.base_weights`."""
-        yield f"{prefix}gate", self.gate.gathered()
-        yield f"{prefix}e_score_correction_bias", self.bias.gathered()
-        w13, w2 = self.w13.held(), self.w2.held()
-        for e in range(self.dims.shape.experts):  # tiles are unpacked one expert at a time
-            gate_up, down = (expert_of(w, e) if isinstance(w, NVFP4Tiles) else select(w, e) for w in (w13, w2))
-            gate, up = split(gate_up, 2)
-            yield from ((f"{prefix}experts.{e}.w1", gate), (f"{prefix}experts.{e}.w2", down), (f"{prefix}experts.{e}.w3", up))
-        yield from self.shared.base_weights(f"{prefix}shared_experts.")
-
-    def _expert_lora(self, lora: LayerLoRA | None) -> ExpertLoRA | None:
-        pairs = [_pair(lora, role) for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN)]
-        return ExpertLoRA(*pairs) if any(p is not None for p in pairs) else None
-
-
 class DecoderLayer(nn.Module):
     """One layer; the unit of sharding and of activation checkpointing."""
 
@@ -206,6 +148,7 @@ class DecoderLayer(nn.Module):
         spec: AdapterSpec | None,
         settings: LoRASettings | None,
         pack_on: torch.device | None = None,
+        ranks: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix = f"model.layers.{layer}."
@@ -216,14 +159,16 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(checkpoint, layer, dims, profile)
         self.is_moe = layer in dims.shape.moe_layers
         if self.is_moe:
-            self.mlp = MoE(checkpoint, layer, dims)
+            self.mlp = MoE(checkpoint, layer, dims, ranks)
         else:
             self.mlp = MLP(checkpoint, f"{prefix}mlp.", (Role.DENSE_GATE, Role.DENSE_UP, Role.DENSE_DOWN), dims)
-        self.lora = LayerLoRA(spec, layer, settings) if settings is not None else None
+        self.lora = LayerLoRA(spec, layer, settings, ranks) if settings is not None else None
         if pack_on is not None:
             for name, module in self.named_modules():
                 if isinstance(module, PackedBase):
                     module.pack(f"{prefix}{name}", pack_on)
+        if self.is_moe:
+            self.mlp.spread()
 
     def forward(
         self,
@@ -267,6 +212,9 @@ class M3ForTraining(nn.Module):
             ever holds more than one whole layer.
         pack_on: hold experts and MXFP8 projections in the order of the Hopper kernels, reordered layer by layer on this device. Where
             those kernels do not run they are unpacked again in each call: ask `kernels.expert_tiles.takes_tiles` first.
+        experts_over: a mesh of ranks, over whose last dimension the routed experts and their adapters are spread (`expert_ranks`). These
+            parameters are DTensors already when `wrap` sees their layer, and are not for it to shard. Each rank must then run as many
+            forwards and backwards as the others.
     Raises `ProfileMismatch`, `CheckpointError` or `ValueError` in one line.
     """
 
@@ -277,6 +225,7 @@ class M3ForTraining(nn.Module):
         lora: LoRASettings | None = None,
         wrap: Callable[[nn.Module], object] | None = None,
         pack_on: torch.device | None = None,
+        experts_over: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         require_same(f"checkpoint {checkpoint.folder}", checkpoint.weights_hash, "the trainer", profile.weights_hash)
@@ -288,8 +237,9 @@ class M3ForTraining(nn.Module):
         self._adapter_enabled = True
         self.embed = PackedBase(checkpoint.tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList()
+        ranks = ExpertRanks.of(experts_over, self.dims.shape.experts)
         for i in range(self.dims.shape.layers):
-            layer = DecoderLayer(checkpoint, i, self.dims, profile, self.spec, lora, pack_on)
+            layer = DecoderLayer(checkpoint, i, self.dims, profile, self.spec, lora, pack_on, ranks)
             if wrap is not None:
                 wrap(layer)
             self.layers.append(layer)
@@ -405,7 +355,3 @@ class M3ForTraining(nn.Module):
         device = next(c.device for c in choices if c is not None)
         empty = torch.full(shape, -1, dtype=torch.int16, device=device)
         return torch.stack([empty if c is None else c.to(torch.int16) for c in choices], dim=1)
-
-
-def _pair(lora: LayerLoRA | None, role: Role | None) -> LoRA | None:
-    return lora.values(role) if lora is not None and role is not None else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import samebits.trainer.engine as trainer_engine
 import samebits.trainer.model as trainer_model
+import samebits.trainer.moe as trainer_moe
 import samebits.trainer.objective as trainer_objective
 import samebits.trainer.packed as trainer_packed
 from samebits.alignment_checks.pair import Pair
@@ -68,7 +69,7 @@ def replayed_weights_masked(pair: Pair) -> Iterator[Place]:
         chosen = (scores * live).gather(-1, ids)
         return chosen / chosen.sum(-1, keepdim=True).clamp_min(1e-9) * scale
 
-    with replaced(trainer_model, "route_weights", masked):
+    with replaced(trainer_moe, "route_weights", masked):
         layer = layers(pair)[1]
         yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.gate")
 
@@ -76,8 +77,8 @@ def replayed_weights_masked(pair: Pair) -> Iterator[Place]:
 @fault("trainer", "routing.replay")
 def replayed_weights_detached(pair: Pair) -> Iterator[Place]:
     """Replayed weights pass no gradient to the router's input."""
-    original = trainer_model.route_weights
-    with replaced(trainer_model, "route_weights", lambda logits, ids, scale: original(logits.detach(), ids, scale)):
+    original = trainer_moe.route_weights
+    with replaced(trainer_moe, "route_weights", lambda logits, ids, scale: original(logits.detach(), ids, scale)):
         layer = layers(pair)[1]
         yield Place(layer=layer, tensor=f"model.layers.{layer}.block_sparse_moe.gate")
 

@@ -20,6 +20,7 @@ TINY, M31, H200, QWEN = "tiny_m3_grpo", "m31_dapo_math_16xgb300", "m31_dapo_math
 SHIPPED = (TINY, M31, "m31_dapo_math_8xb200", H200, QWEN)
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 DP, EP, TP = (f"{ROLLOUT}.{kind}_parallel_size" for kind in ("data", "expert", "tensor_model"))
+SPREAD = "expert_parallel.trainer"
 LOCAL = ["task=dapo-math", f"data_source.train={DAPO}", f"data_source.test={AIME}", "data_source.without=[]"]
 
 
@@ -47,6 +48,9 @@ BROKEN = [
     (M31, [f"{ACTOR}.fsdp_config.fsdp_size=5"], "fsdp_config.fsdp_size=5 must be -1 (all) or divide the 16 GPUs"),
     (M31, batch(3, 3), "data.train_batch_size=3 x 3 samples do not divide over 16 ranks"),
     (M31, [f"{ACTOR}.ppo_mini_batch_size=64"], "ppo_mini_batch_size (64) must equal data.train_batch_size (128)"),
+    (M31, [f"{SPREAD}=true", "trainer.nnodes=3", *batch(96, 16)], "the 128 experts of MiniMax-M3.1-Flash do not divide over the 12 ranks"),
+    (M31, [f"{SPREAD}=true", f"{ACTOR}.fsdp_config.offload_policy=true"], f"{SPREAD}=true keeps experts on the GPUs, {ACTOR}.fsdp"),
+    (M31, [f"{SPREAD}=4"], f"{SPREAD} must be true or false, not 4"),
     # what the engine takes
     (M31, ["lora.rank=1024"], "lora.rank: vLLM serves ranks"),
     (M31, [f"{ROLLOUT}.engine_kwargs.vllm.max_lora_rank=16"], f"lora.rank=32 is above the engine's {ROLLOUT}.engine_kwargs.vllm.max_lora"),

@@ -306,6 +306,8 @@ def test_what_is_computed_again_in_backward_is_configured(m3, layers, experts):
         ({"override_config": {"samebits_profile": "w5a5"}}, {}, "unknown numerics profile 'w5a5'"),
         ({"override_config": {"samebits_recompute": True}}, {}, "unknown override_config samebits_recompute; known: samebits_profile"),
         ({"override_config": {"samebits_recompute_experts": "yes"}}, {}, "samebits_recompute_experts must be true or false, not 'yes'"),
+        ({"override_config": {"samebits_expert_parallel": 2}}, {}, "samebits_expert_parallel must be true or false, not 2"),
+        ({"override_config": {"samebits_expert_parallel": True}}, {"offload_policy": True}, "samebits_expert_parallel with offload_policy"),
         ({}, {"pad_to_length": True}, "pad_to_length"),
     ],
 )

@@ -9,7 +9,7 @@ from samebits.alignment_checks.reference_m3 import ReferenceM3
 from samebits.kernels.moe import route_weights
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.profile import NumericsProfile, ProfileMismatch, get_profile
-from samebits.trainer import model as trainer_model
+from samebits.trainer import moe as trainer_moe
 from samebits.trainer.head import token_logprobs
 from samebits.trainer.model import M3ForTraining
 
@@ -153,7 +153,7 @@ def test_a_replayed_expert_outside_the_top_k_has_weight_and_router_gradient(make
         seen.append(logits)
         return route_weights(logits, *rest)
 
-    monkeypatch.setattr(trainer_model, "route_weights", watched)
+    monkeypatch.setattr(trainer_moe, "route_weights", watched)
     model(*batch, routes=routes).logprobs.sum().backward()
     rows = seen[0].grad[0].abs()  # of the first layer with experts, which is layer 1
     assert (rows[routes[0, 1].long()] > 0).all() and (rows[own.routes[0, 1].long()] == 0).all()
