@@ -71,7 +71,8 @@ def machines(count: int, folder: Path) -> Iterator[list[Machine]]:
     hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(addresses, names, strict=True))
     with ExitStack() as held:
         # The network they share belongs to the namespaces that they are made in: a bridge, and a cable to each.
-        switch = _held(held, [*_unshare(user=True), "sh", "-c", f"ip link add name bridge type bridge && ip link set bridge up && {_wait()}"])
+        bridge = "ip link add name bridge type bridge && ip link set bridge up"
+        switch = _held(held, [*_unshare(user=True), "sh", "-c", f"{bridge} && echo {_READY} && exec sleep infinity"])
         found = []
         for name, address in zip(names, addresses, strict=True):
             script = _MACHINE.format(local=local, shared=shared, hosts=hosts, name=name, ready=_READY)
@@ -93,10 +94,6 @@ def _unshare(user: bool) -> list[str]:
 
 def _enter(process: int) -> list[str]:
     return ["nsenter", "--target", str(process), "--user", "--mount", "--net", "--uts", "--ipc", "--preserve-credentials"]
-
-
-def _wait() -> str:
-    return f"echo {_READY} && exec sleep infinity"
 
 
 def _held(stack: ExitStack, command: list[str]) -> int:
