@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from markupsafe import Markup
 
@@ -24,6 +24,8 @@ _LOG_RATIO = 1000.0
 """Values that are not negative and spread at least this far get a logarithmic axis."""
 _LARGEST, _SMALLEST = 1e300, 1e-100
 LINE_STYLES = 6
+_BAR = 2.0
+"""Half the width of a band over a single x."""
 
 
 def finite(value: float | None) -> bool:
@@ -153,6 +155,14 @@ class Line:
 
     name: str
     values: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    """With `high`: the ends of an interval around each value, drawn as a band behind the line where both are finite."""
+    high: Sequence[float | None] | None = None
+
+    @property
+    def columns(self) -> list[Sequence[float | None]]:
+        """What it has for each x: values, and the ends of their intervals where it has such."""
+        return [column for column in (self.values, self.low, self.high) if column is not None]
 
 
 def line_chart(
@@ -171,15 +181,18 @@ def line_chart(
 
     Raises `ValueError` where a line has not one value for each x.
     """
-    if any(len(line.values) != len(x) for line in lines):
+    if any(len(column) != len(x) for line in lines for column in line.columns):
         raise ValueError(f"{name}: a line has not as many values as there are x values")
     legend, top = _legend([line.name for line in lines] if len(lines) > 1 else [])
-    everything = [v for line in lines for v in line.values] + [limit]
+    everything = [v for line in lines for column in line.columns for v in column] + [limit]
     plane = Plane(Axis.of(x, x_label, log_x), Axis.of(everything, y_label, log, from_zero), top, 170)
     parts = [plane.draw(), legend]
     if limit is not None:
         y = _coordinate(plane.point(plane.x.low, limit)[1])
         parts.append(Markup('<path class="limit" d="M{} {}h{}"/>').format(_LEFT, y, _coordinate(plane.width)))
+    for style, line in enumerate(lines):
+        if line.low is not None and line.high is not None:
+            parts.append(Markup('<path class="band b{}" d="{}"/>').format(style % LINE_STYLES, _band(plane, x, line.low, line.high)))
     for style, line in enumerate(lines):
         parts.append(Markup('<path class="line c{}" d="{}"/>').format(style % LINE_STYLES, _path(plane, x, line.values)))
     # Missing is None; a value that is there and is not finite is a fault that must be seen.
@@ -203,6 +216,22 @@ def _path(plane: Plane, x: Sequence[float], values: Sequence[float | None]) -> s
             commands.append("h0")
         joined = True
     return "".join(commands)
+
+
+def _band(plane: Plane, x: Sequence[float], low: Sequence[float | None], high: Sequence[float | None]) -> str:
+    """A closed area for each run of neighbours that have both ends; one that stands alone becomes a bar."""
+    areas, at = [], 0
+    whole = [finite(a) and finite(b) for a, b in zip(low, high, strict=True)]
+    for there, group in groupby(whole):
+        places = range(at, at := at + len(list(group)))
+        if not there:
+            continue
+        ends = [[plane.point(x[i], column[i]) for i in places] for column in (high, low)]
+        if len(places) == 1:
+            ends = [[(px - _BAR, py), (px + _BAR, py)] for ((px, py),) in ends]
+        outline = [*ends[0], *reversed(ends[1])]
+        areas.append("M" + "L".join(f"{_coordinate(px)} {_coordinate(py)}" for px, py in outline) + "z")
+    return "".join(areas)
 
 
 def _legend(names: Sequence[str]) -> tuple[Markup, float]:
@@ -323,3 +352,15 @@ def thinned(x: Sequence[float], columns: Sequence[Sequence[float | None]], most:
         return max(there, key=lambda v: v if finite(v) else math.inf) if there else None
 
     return [x[a] for a in bounds[:-1]], [[largest(column[a:b]) for a, b in pairwise(bounds)] for column in columns], stride
+
+
+def thinned_lines(x: Sequence[float], lines: Sequence[Line], most: int) -> tuple[list[float], list[Line], int]:
+    """`thinned` for lines: of each run of neighbours the largest value stands for all, with the interval that belongs to it."""
+    steps, columns, stride = thinned(x, [line.values for line in lines], most)
+    bounds = [*range(0, len(x), stride), len(x)]
+    kept = []
+    for line, values in zip(lines, columns, strict=True):
+        places = [next((i for i in range(a, b) if line.values[i] is v), a) for (a, b), v in zip(pairwise(bounds), values, strict=True)]
+        low, high = (None if column is None else [column[i] for i in places] for column in (line.low, line.high))
+        kept.append(Line(line.name, values, low, high))
+    return steps, kept, stride

@@ -113,17 +113,23 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="run directories, or JSON results with metrics; several are drawn together")],
     html: Annotated[Path | None, typer.Option("--html", help="page to write; default report.html in the run directory")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="picture to write; default curves.png in the run directory")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write figures and curves to this file")] = None,
 ) -> None:
-    """Draw the curves of runs: one page that needs no network, and a PNG."""
+    """Draw the curves of runs: one page that needs no network, and a PNG. Runs that differ in their seed only are pooled."""
     from . import run_report
 
     try:
         loaded = [run_report.load(path) for path in runs]
-        page, picture = run_report.paths_of(runs, html, png)
+        page, picture = run_report.paths_of(runs, html, png, json_file is not None or png is not None)
         run_report.write(loaded, page, picture)
     except ValueError as error:
         raise fail(str(error), 2) from None
-    for path in filter(None, (page, picture)):
+    if json_file is not None:
+        write_json(json_file, run_report.to_dict(loaded))
+    if len(loaded) > 1:
+        found, reached = run_report.group(loaded)
+        console.print(run_report.groups_table(reached, found.notes))
+    for path in filter(None, (page, picture, json_file)):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 

@@ -26,6 +26,7 @@ from . import run_dir
 from .config import Recipe, RecipeError
 from .data import task_data, write_task_data
 from .math_data import DataError
+from .nodes import require_alike
 from .processes import Watch
 from .validate import require_enough, validate
 
@@ -133,6 +134,7 @@ def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[
     os.environ |= environment
     try:
         _start_ray(verl, verbose, environment)
+        require_alike(recipe.model_path, recipe.folder, verl.trainer.nnodes, verl.trainer.n_gpus_per_node)
         config = OmegaConf.create(OmegaConf.to_container(verl, resolve=True))
         config.transfer_queue.enable = True
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -8,6 +8,8 @@ import datetime
 import json
 from pathlib import Path
 
+from samebits.recipes.run_report import load
+
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("run", type=Path, help="folder with summary.json and metrics.jsonl")
 parser.add_argument("out", type=Path)
@@ -21,6 +23,7 @@ lines = [json.loads(line) for line in (options.run / "metrics.jsonl").read_text(
 steps = [line for line in lines if line["step"] > 0]
 if len(steps) != summary["steps"]:
     raise SystemExit(f"{options.run}: summary.json counts {summary['steps']} steps, metrics.jsonl holds {len(steps)}")
+run = load(options.run)
 ended = datetime.datetime.fromtimestamp((options.run / "metrics.jsonl").stat().st_mtime, datetime.UTC)
 result = {
     "command": options.command,
@@ -31,6 +34,9 @@ result = {
     **summary,
     "replay_agreement_min": min(line["replay/agreement"] for line in steps),
     "sync_tensors_min": min(line["sync/tensors"] for line in steps),
+    # What `samebits report` pools runs by; no paths of this machine are among them.
+    "settings": run.settings,
+    "inputs": run.inputs,
     "metrics": lines,
 }
 options.out.write_text(json.dumps(result, indent=1) + "\n")

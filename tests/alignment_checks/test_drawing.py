@@ -19,6 +19,7 @@ from samebits.alignment_checks.drawing import (
     percent,
     scatter,
     thinned,
+    thinned_lines,
 )
 
 NUMBER = st.floats(-1e12, 1e12).map(lambda v: float(f"{v:.6g}"))
@@ -193,3 +194,31 @@ def test_names_are_escaped_and_said_to_screen_readers():
         root = ElementTree.fromstring(drawing)
         assert root.get("role") == "img" and root.get("aria-label") == f"{evil}. {evil}" and root.find("desc").text == evil
         assert not list(root.iter("script"))
+
+
+def test_a_band_lies_between_its_ends_and_breaks_where_one_is_missing():
+    x = [0, 10, 20, 30, 40]
+    low, high = [1.0, 1.5, None, 2.5, math.nan], [2.0, 3.0, 3.0, 5.0, 4.0]
+    drawing = line_chart("n", "d", x, [Line("a", [1.5, 2.0, 2.5, 3.0, 3.5], low, high), Line("b", [0.0] * 5)], "step", "loss")
+    (band,) = elements(drawing, "path", "band")
+    assert "b0" in band.get("class").split() and band.get("d").count("z") == 2
+    root = ElementTree.fromstring(drawing)
+    plane = Plane(Axis.of(x, ""), Axis.of([0, 5], ""), float(root.get("height")) - 38 - 170, 170)
+    (first, second) = (points(area) for area in band.get("d").split("z")[:2])
+    assert first == [pytest.approx(plane.point(a, b), abs=0.06) for a, b in ((0, 2.0), (10, 3.0), (10, 1.5), (0, 1.0))]
+    # what stands alone is a bar around its place, as high as its interval
+    (px, top), (_, bottom) = plane.point(30, 5.0), plane.point(30, 2.5)
+    assert second == [pytest.approx(p, abs=0.06) for p in ((px - 2, top), (px + 2, top), (px + 2, bottom), (px - 2, bottom))]
+    with pytest.raises(ValueError, match="n: a line has not as many values"):
+        line_chart("n", "d", x, [Line("a", [1.0] * 5, [1.0] * 4, [1.0] * 5)], "step", "loss")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.one_of(st.none(), NUMBER), min_size=1, max_size=40), st.integers(1, 12))
+def test_thinned_lines_keep_each_value_with_its_own_interval(values, most):
+    low, high = ([None if v is None else v + d for v in values] for d in (-1.0, 2.0))
+    x, (kept,), stride = thinned_lines(range(len(values)), [Line("a", values, low, high)], most)
+    same_x, (same,), same_stride = thinned(range(len(values)), [values], most)
+    assert (x, kept.values, stride) == (same_x, same, same_stride)
+    for value, a, b in zip(kept.values, kept.low, kept.high, strict=True):
+        assert (a, b) == ((None, None) if value is None else (value - 1.0, value + 2.0))

@@ -35,11 +35,12 @@ def call(*arguments):
 def test_series_have_every_step_and_gaps_where_a_run_has_none(tmp_path):
     runs = [run_report.load(run_folder(tmp_path / "a", 3)), run_report.load(run_folder(tmp_path / "b", 5))]
     reward = next(c for c in run_report.CURVES if c.heading == "Reward")
-    steps, lines = run_report.series(runs, reward)
+    steps, lines, log = run_report.series(run_report.group(runs)[0], reward)
+    assert not log
     assert steps == [1, 2, 3, 4, 5]
     assert lines[0].values == [-0.4, -0.3, -0.2, None, None] and [x.name for x in lines] == ["a", "b"]
     times = next(c for c in run_report.CURVES if c.keys[0] == "time/step")
-    assert [x.name for x in run_report.series(runs[:1], times)[1]] == ["time/step", "time/rollout"]
+    assert [x.name for x in run_report.series(run_report.group(runs[:1])[0], times)[1]] == ["time/step", "time/rollout"]
 
 
 def test_page_and_picture_lie_in_the_run(tmp_path):
