@@ -29,7 +29,7 @@ mount -o remount,bind,ro /
 hostname {name}
 ip link set lo up
 echo {ready}
-exec sleep infinity
+exec cat
 """
 
 
@@ -72,7 +72,7 @@ def machines(count: int, folder: Path) -> Iterator[list[Machine]]:
     with ExitStack() as held:
         # The network they share belongs to the namespaces that they are made in: a bridge, and a cable to each.
         bridge = "ip link add name bridge type bridge && ip link set bridge up"
-        switch = _held(held, [*_unshare(user=True), "sh", "-c", f"{bridge} && echo {_READY} && exec sleep infinity"])
+        switch = _held(held, [*_unshare(user=True), "sh", "-c", f"{bridge} && echo {_READY} && exec cat"])
         found = []
         for name, address in zip(names, addresses, strict=True):
             script = _MACHINE.format(local=local, shared=shared, hosts=hosts, name=name, ready=_READY)
@@ -98,9 +98,10 @@ def _enter(process: int) -> list[str]:
 
 def _held(stack: ExitStack, command: list[str]) -> int:
     """A process that keeps namespaces until the stack is left; its id, once it is ready."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PATH": _path()})
+    # It reads from a pipe of ours, so that it ends with us, however that happens.
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, env=os.environ | {"PATH": _path()}, **pipes)
     stack.callback(process.communicate)
-    stack.callback(process.kill)
     if process.stdout.readline().strip() != _READY:
         process.kill()
         raise RuntimeError(process.communicate()[1].strip())
