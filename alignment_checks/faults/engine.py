@@ -312,7 +312,10 @@ def _sampler(pair: Pair) -> Any:
 def raw_logprobs(pair: Pair) -> Iterator[Place]:
     """The engine returns logprobs of the logits before the temperature."""
     sampler = _sampler(pair)
-    with replaced(sampler, "logprobs_mode", "raw_logprobs"), replaced(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs"):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(sampler, "logprobs_mode", "raw_logprobs"))
+        if (inner := getattr(sampler, "topk_topp_sampler", None)) is not None:  # vLLM's V1 runner; the V2 runner of GPUs has none
+            stack.enter_context(replaced(inner, "logprobs_mode", "raw_logprobs"))
         yield Place()
 
 
@@ -320,12 +323,14 @@ def raw_logprobs(pair: Pair) -> Iterator[Place]:
 def temperature_twice(pair: Pair) -> Iterator[Place]:
     """The engine divides the logits by the temperature twice."""
     sampler = _sampler(pair)
-    original = sampler.apply_temperature
+    owner = getattr(sampler, "sampling_states", sampler)  # where the V2 runner of GPUs has it, dividing in place
+    original = owner.apply_temperature
 
-    def twice(logits: Tensor, temp: Tensor, *rest: Any) -> Tensor:
-        return original(original(logits, temp, *rest), temp, *rest)
+    def twice(logits: Tensor, *rest: Any) -> Tensor | None:
+        once = original(logits, *rest)
+        return original(logits if once is None else once, *rest)
 
-    with replaced(sampler, "apply_temperature", staticmethod(twice).__func__):
+    with replaced(owner, "apply_temperature", twice):
         yield Place()
 
 
@@ -339,7 +344,6 @@ def top_p_below_one(pair: Pair) -> Iterator[Place]:
 @fault("engine", "logprobs.generated")
 def token_banned(pair: Pair) -> Iterator[Place]:
     """The engine never samples some tokens and renormalises over the rest."""
-    with ExitStack() as stack:
-        banned = torch.arange(3, pair.vocabulary, 2)
-        stack.enter_context(replaced(pair.replicas[0].model, "_forbidden", banned))
+    model = pair.replicas[0].model
+    with replaced(model, "_forbidden", torch.arange(3, pair.vocabulary, 2, device=model.lm_head.weight.device)):
         yield Place()
