@@ -136,7 +136,7 @@ class PageCache(PagedCache):
         """Norm and rotate the step's heads, write keys and values, attend.
 
         Args:
-            parts: q [T, H, D], k and v [T, G, D] and in sparse layers index_q [T, G, D] and index_k [T, 1, D], as the projection gave
+            parts: q [T, H, D], k and v [T, G, D] and in sparse layers index_q [T, all G, D] and index_k [T, 1, D], as the projection gave
                 them. table: cos and sin of all positions.
         Returns:
             [T, H, D]; zeros in vLLM's profiling runs, which have no cache, and for padding.
@@ -157,12 +157,12 @@ class PageCache(PagedCache):
             out = dense_attention(q, cache, step.batch, self.scale)
         else:
             if step.longest <= self.sparse.topk * self.sparse.block:
-                chosen = step.all(self.sparse, self.kv_heads)
+                chosen = step.all(self.sparse, index_q.shape[1])
             else:
                 chosen = index_topk(index_q, Pages(self.index, step.table), step.batch, self.sparse)
             if recording(f"{layer}.blocks"):
                 tap(f"{layer}.blocks", chosen)
-            out = sparse_attention(q, cache, chosen, step.batch, self.scale)
+            out = sparse_attention(q, cache, chosen[:, self.own].contiguous(), step.batch, self.scale)
         if n < parts[0].shape[0]:
             out = torch.cat((out, out.new_zeros(parts[0].shape[0] - n, *out.shape[1:])))
         return out

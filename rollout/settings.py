@@ -21,6 +21,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from samebits.quant.adapter import AdapterSpec, ModelShape, target_roles
 from samebits.quant.profile import Format, NumericsProfile, get_profile, require_same
+from samebits.quant.ranks import indivisible
 
 ARCHITECTURE = "MiniMaxM3SparseForCausalLM"
 PAGE = 128  # tokens of a KV page: one MSA block
@@ -92,14 +93,7 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
         raise EngineRefused(f"numerics profile {name!r} has {activations} activations, which this engine does not compute")
     if model.dtype != _ACTIVATIONS[Format(activations)]:
         raise EngineRefused(f"numerics profile {name!r} computes in {activations}, the engine was started with dtype {model.dtype}")
-    sizes = {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-    }
-    for option, size in sizes.items():
-        if size != 1:
-            raise EngineRefused(f"{option} is {size}; samebits shards nothing inside an engine, use data-parallel replicas")
+    _check_parallel(parallel, settings.adapter.shape)
     if vllm_config.speculative_config is not None:
         raise EngineRefused("speculative decoding is not supported: its logprobs come from other batch shapes")
     lora = vllm_config.lora_config
@@ -113,6 +107,30 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
     if indexer not in ("auto", have):
         raise EngineRefused(f"attention_config.indexer_kv_dtype is {indexer!r}, but index keys are kept as keys and values are ({have})")
     return settings
+
+
+def _check_parallel(parallel: Any, shape: ModelShape) -> None:
+    """Which ranks an engine may have. Tensor parallelism spreads the experts as well."""
+    sizes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size != 1:
+            raise EngineRefused(f"{option} is {size}; samebits spreads an engine by tensor_parallel_size alone")
+    world = parallel.tensor_parallel_size
+    odd = indivisible(
+        world, kv_heads=shape.kv_heads, hidden=shape.hidden, intermediates=(shape.shared_intermediate, shape.dense_intermediate)
+    )
+    if odd or world > shape.experts:
+        odd = odd or f"{shape.experts} experts"
+        raise EngineRefused(f"tensor_parallel_size is {world}, which does not divide the model's {odd}; use data-parallel replicas")
+    if parallel.enable_expert_parallel and parallel.data_parallel_size != 1:
+        raise EngineRefused(
+            f"enable_expert_parallel with data_parallel_size {parallel.data_parallel_size}: samebits spreads experts over "
+            "tensor_parallel_size only, each data-parallel replica has all of them"
+        )
 
 
 def _adopt_kv_dtype(vllm_config: VllmConfig) -> None:
