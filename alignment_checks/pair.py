@@ -95,7 +95,7 @@ class Replica:
         Raises `PairError` where the replica has several ranks, which are processes of their own.
         """
         if self.ranks > 1:
-            raise PairError(f"tensor_model_parallel_size={self.ranks}: the engine's model lies in other processes, where it cannot be changed")
+            raise PairError(f"tensor_model_parallel_size={self.ranks}: the engine's model is in other processes and cannot be changed")
         core = self.llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner.get_model()
 

@@ -1,8 +1,9 @@
 """How a recipe spreads over GPUs, and what the engine takes: every size that must divide another, found before there is a GPU.
 
 A run is colocated: each GPU trains one FSDP rank's share and serves one rank of an engine replica, in turns. A replica may be spread over
-GPUs of one node (`tensor_model_parallel_size`): outputs and whole experts are split and no sum is, so that it has the bits of one GPU. Plans
-may also spread whole experts with each sequence on one GPU (`data_parallel_size`, `expert_parallel_size`). Pipeline stages are refused.
+GPUs of one node (`tensor_model_parallel_size`): outputs and whole experts are split and no sum is, so that it has the bits of one GPU.
+Plans may also spread whole experts with each sequence on one GPU (`data_parallel_size`, `expert_parallel_size`). Pipeline stages are
+refused.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _require_tensor_parallel(verl: DictConfig, model: Model, tp: int, dp: int, e
     intermediates = [size for size in (model.shared_intermediate, model.dense_intermediate) if size]
     odd = indivisible(tp, kv_heads=model.kv_heads, hidden=model.hidden, intermediates=intermediates)
     if odd or tp > model.experts:
-        raise RecipeError(f"{key} does not divide the {odd or f'{model.experts} experts'} of {model.title}: use more replicas of fewer GPUs")
+        raise RecipeError(f"{key} does not divide the {odd or f'{model.experts} experts'} of {model.title}: use more replicas instead")
     if dp > 1:
         raise RecipeError(f"{key} with {ROLLOUT}.data_parallel_size={dp}: an engine is spread by one of them; more replicas take no key")
     if ep not in (1, tp):

@@ -36,8 +36,8 @@ def missing(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread, gpu:
         )
     if layout.engine_gpus > layout.tensor_ranks:
         found.append(
-            f"{ROLLOUT}.data_parallel_size={rollout.data_parallel_size}: the engine does not spread one replica over GPUs yet; "
-            "each GPU must hold the whole base"
+            f"{ROLLOUT}.data_parallel_size={rollout.data_parallel_size}: the engine does not spread a replica by it; "
+            "use tensor_model_parallel_size, or replicas of one GPU that hold the whole base"
         )
     held = held_weights(model, layout.expert_ranks, layout.tensor_ranks)
     if not keeps_packed(profile) and gpu is not None and held > gpu.memory_gb * 1e9 * recipe.cluster.usable_share:

@@ -1,4 +1,4 @@
-"""The layout over the ranks of a replica: parts of all ranks are every tensor, element by element, and a layout that leaves one out is seen."""
+"""The layout over the ranks of a replica: parts of all ranks are every tensor; a layout that leaves an element out is seen."""
 
 from __future__ import annotations
 

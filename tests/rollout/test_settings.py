@@ -64,7 +64,7 @@ def test_a_fitting_engine_gets_its_settings():
         ({"stamp": {"weights_hash": "0" * 16}}, "they would not compute the same bits"),
         ({"dtype": torch.bfloat16}, "computes in float32, the engine was started with dtype torch.bfloat16"),
         ({"samebits": {"profile": "w4a4"}}, "nvfp4 activations, which this engine does not compute"),
-        ({"tensor_parallel_size": 4}, "tensor_parallel_size is 4, which does not divide the model's 2 KV heads; use data-parallel replicas"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size is 4, which does not divide the model's 2 KV heads; use data-par"),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "enable_expert_parallel with data_parallel_size 2"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
