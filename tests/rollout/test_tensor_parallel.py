@@ -43,6 +43,18 @@ class Spread(Engine):
         return list(self.llm.collective_rpc(method, args=args))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """In this process and in those of the ranks: how many threads share a product may decide where its sums are cut."""
+    threads, patch = torch.get_num_threads(), pytest.MonkeyPatch()
+    torch._C.set_num_threads(1)  # vLLM's CPU worker replaces torch's own name of it
+    for name, value in (("OMP_NUM_THREADS", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("TORCHDYNAMO_DISABLE", "1")):
+        patch.setenv(name, value)
+    yield
+    patch.undo()
+    torch._C.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return random_m3.build(tmp_path_factory.mktemp("spread_m3"), **SIZES)
