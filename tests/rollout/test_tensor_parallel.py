@@ -213,7 +213,7 @@ def _falsify(worker, rank: int, what: str) -> None:
         model.get_submodule("model.layers.0.self_attn.o_proj").weight.data[3, 5] *= -1
         return
     experts = model.get_submodule("model.layers.2.block_sparse_moe.experts").adapter
-    experts.views(experts.slots.slot(6))["model.layers.2.block_sparse_moe.experts.6.w2"][1][7, 1] += 0.5
+    experts.views(experts.slots.slot(6))["model.layers.2.block_sparse_moe.experts.6.w2"][1][7, 1] *= -2
 
 
 def test_after_a_call_that_failed_the_next_one_gets_its_own_answers(spread):
