@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
@@ -123,6 +124,24 @@ class CudaHandles:
 
 
 CUDA = CudaHandles()
+
+
+class Peers:
+    """The trainer's ranks on the GPUs of one engine replica: neighbours in the trainer's group, with a group of their own.
+
+    What the ranks of one replica exchange, and how often, is no matter to those of another.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """All ranks of the trainer construct it. `ranks`: of a replica."""
+        self.ranks = ranks
+        self.group, _ = dist.new_subgroups(ranks, backend="gloo")
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What each rank of this replica gives, in order."""
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
 
 
 def shared_text(flat: Tensor, handles: Handles = CUDA) -> str:

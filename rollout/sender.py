@@ -19,14 +19,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from samebits.kernels.meter import Meter
 from samebits.quant.adapter import AdapterError, Manifest, Taken, Taking
-from samebits.rollout.ipc import CUDA, SEPARATOR, FlatLayout, Handles, NotShareable, shared_text
+from samebits.rollout.ipc import CUDA, SEPARATOR, FlatLayout, Handles, NotShareable, Peers, shared_text
 from samebits.rollout.wire import adapter_file
 
 
@@ -34,6 +33,7 @@ class AdapterSender(ServerAdapter):
     """verl's adapter to the server of a replica, for adapters only."""
 
     handles: Handles = CUDA
+    _peers: Peers | None = None
     _engine_uuids: list[str | None] | None = None
     _refusal: str | None = None
     """Why the engine could not open shared memory when it was tried: then it is not tried again."""
@@ -102,10 +102,10 @@ class AdapterSender(ServerAdapter):
         return self.config.tensor_model_parallel_size
 
     def _exchange(self, mine: Any) -> list[Any]:
-        """What each of the trainer's ranks on this replica's GPUs gives, in order; all ranks of the trainer call it alike."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self.replica_rank, self.rollout_rank, mine))
-        return [given for replica, _, given in sorted(found, key=lambda one: one[:2]) if replica == self.replica_rank]
+        """What each of the trainer's ranks on this replica's GPUs gives, in order."""
+        if self._peers is None:
+            self._peers = Peers(self.engine_ranks)
+        return self._peers.exchange(mine)
 
     def _lend(self, weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], device: torch.device, reason: str | None) -> None:
         """Of a rank that does not send: lay the adapter out for the engine rank on this GPU, until that has it."""
