@@ -30,6 +30,7 @@ SIZES = dict(hidden=128, intermediate=128, dense=256, vocab=128)
 SPEC = AdapterSpec(ModelShape.from_config(random_m3.config(**SIZES)), 8, LORA_ROLES)
 LENGTHS = (1, 5, 127, 700)
 """The longest has more blocks than the four that are chosen."""
+_KEPT: list[Spread] = []
 
 
 class Spread(Engine):
@@ -37,6 +38,11 @@ class Spread(Engine):
 
     def __init__(self, llm, profile: str) -> None:
         self.llm, self.profile = llm, profile
+
+    def stop(self) -> None:
+        """End the ranks' processes. The rest stays to the session's end: vLLM's own shutdown takes this process's group with it."""
+        self.llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+        _KEPT.append(self)
 
     def every(self, method, *args) -> list:
         """Answers of all ranks."""
@@ -101,7 +107,7 @@ def spread_engine(folder, kv_cache: str, profile: str, extension: str = "samebit
 def spread(alone, folder):
     made = spread_engine(folder, "nvfp4", "w4a16-fp32")
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
+    made.stop()
 
 
 def adapter(seed: int) -> dict[str, torch.Tensor]:
@@ -241,7 +247,7 @@ def test_two_ranks_wired_as_on_a_gpu_give_the_bits_of_one(start, folder, kv_cach
         assert spread.every(_tiles) == [True, True]
         require_equal(*(one.run(prompts(), versions=[3, None, 4, 4], tokens=4, temperature=0) for one in (spread, alone)))
     finally:
-        spread.llm.llm_engine.engine_core.shutdown()
+        spread.stop()
 
 
 def _tiles(worker) -> bool:
