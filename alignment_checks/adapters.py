@@ -22,7 +22,7 @@ from samebits.trainer.lora import rounded
 from .pair import Pair
 from .probes import Probes
 from .report import CheckResult, Finding, Place
-from .weights import checkpoint_digests
+from .weights import answered, base_digests
 
 EFFECT_TOKENS = 20
 EFFECT_SCALE = 3.0
@@ -104,7 +104,7 @@ def held(pair: Pair, result: CheckResult) -> None:
     """After a sync every rank of every replica holds what was meant, under the trainer's version, and uses it."""
     reports = pair.sync()
     version = pair.trainer.engine.adapter_version
-    expected = digests(intended(pair))
+    wanted = intended(pair)
     result.require(len(reports) == len(pair.replicas) > 0, f"{len(reports)} of {len(pair.replicas)} replicas reported")
     for replica, report in zip(pair.replicas, reports, strict=True):
         where = {"replica": replica.index}
@@ -119,9 +119,11 @@ def held(pair: Pair, result: CheckResult) -> None:
         stale = f"replica {replica.index} uses adapter version {replica.version}, the trainer is at {version}: it was not updated"
         result.require(replica.version == version, stale, Place(**where))
         answers = _ask_held(replica, version)
-        result.require(len(answers) > 0, f"replica {replica.index}: no rank answered what it holds", Place(**where))
-        for rank, answer in enumerate(answers):
-            _compare_held(result, answer, expected, version, pair.trainer.profile.hash, replica.index, rank)
+        meant = Manifest.of(wanted, version, pair.trainer.profile.hash, world=replica.ranks)
+        few = f"replica {replica.index}: {answered(len(answers), meant.ranks)}"
+        result.require(len(answers) == meant.ranks, few, Place(**where))
+        for rank, answer in enumerate(answers[: meant.ranks]):
+            _compare_held(result, answer, meant, replica.index, rank)
         extra = replica.resident() - {version}
         result.require(not extra, f"replica {replica.index} still holds versions {sorted(extra)}: old adapters leak", Place(**where))
 
@@ -133,30 +135,32 @@ def _ask_held(replica: Any, version: int) -> list[Manifest | str]:
         return [str(error)]
 
 
-def _compare_held(
-    result: CheckResult, answer: Manifest | str, expected: Mapping[str, str], version: int, profile: str, replica: int, rank: int
-) -> None:
+def _compare_held(result: CheckResult, answer: Manifest | str, meant: Manifest, replica: int, rank: int) -> None:
     who = f"replica {replica} rank {rank}"
     place = Place(replica=replica, rank=rank)
     if not result.require(not isinstance(answer, str), f"{who}: {answer}", place):
         return
+    version, profile = meant.version, meant.profile
     result.require(answer.version == version, f"{who} holds version {answer.version}, the trainer is at {version}", place)
     result.require(answer.profile == profile, f"{who} computes with numerics profile {answer.profile}, the trainer with {profile}", place)
     if not result.require(answer.algorithm == ALGORITHM, f"{who} answers digests of {answer.algorithm}, not {ALGORITHM}", place):
         return
-    compare_digests(result, expected, answer.digests, f"{who} holds another adapter than was trained", replica=replica, rank=rank)
+    message = f"{who} answers as rank {answer.rank} of {answer.world}, of {meant.ranks}"
+    if result.require((answer.rank, answer.world) == (rank, meant.ranks), message, place):
+        expected = meant.parts[rank] if meant.parts else meant.digests
+        compare_digests(result, expected, answer.digests, f"{who} holds another adapter than was trained", replica=replica, rank=rank)
 
 
 def base(pair: Pair, result: CheckResult) -> None:
     """Every frozen weight, as trainer and engines multiply with it, has the checkpoint's values."""
-    expected = checkpoint_digests(pair.checkpoint)
-    compare_digests(result, expected, pair.trainer.base_digests(), "the trainer's base")
+    expected = base_digests(pair.checkpoint, max((replica.ranks for replica in pair.replicas), default=1))
+    compare_digests(result, expected.whole, pair.trainer.base_digests(), "the trainer's base")
     for replica in pair.replicas:
-        digests, profiles = replica.rpc("samebits_base_digests"), replica.rpc("samebits_profile")
-        answered = len(digests) == len(profiles) > 0
-        result.require(answered, f"replica {replica.index}: no rank answered what it holds", Place(replica=replica.index))
-        for rank, found in enumerate(digests):
-            compare_digests(result, expected, found, f"base of replica {replica.index} rank {rank}", replica=replica.index, rank=rank)
+        answers, profiles = replica.rpc("samebits_base_digests"), replica.rpc("samebits_profile")
+        few = f"replica {replica.index}: {answered(len(answers), replica.ranks)}"
+        result.require(len(answers) == len(profiles) == replica.ranks, few, Place(replica=replica.index))
+        for rank, (want, found) in enumerate(zip(expected.ranks, answers, strict=False)):
+            compare_digests(result, want, found, f"base of replica {replica.index} rank {rank}", replica=replica.index, rank=rank)
         for rank, found in enumerate(profiles):
             who, ours = f"replica {replica.index} rank {rank}", pair.trainer.profile.hash
             message = f"{who} computes with numerics profile {found}, the trainer with {ours}"

@@ -21,6 +21,7 @@ from .limits import Limits
 from .logprobs import check_agreement, check_values
 from .report import AGREE, CheckResult, recorded
 from .routing import check_rows
+from .weights import BaseDigests, answered
 
 HISTORY = Path("checks") / "history.jsonl"
 
@@ -107,12 +108,12 @@ def check_batch(
     return results
 
 
-def check_bases(expected: Mapping[str, str], replicas: Sequence[Sequence[Mapping[str, str]]]) -> CheckResult:
-    """Base digests that every rank of every replica answered, against the checkpoint's."""
+def check_bases(expected: BaseDigests, replicas: Sequence[Sequence[Mapping[str, str]]]) -> CheckResult:
+    """Base digests that every rank of every replica answered, against those of the checkpoint's parts."""
     with recorded("weights.base") as result:
         result.require(bool(replicas), "there is no engine replica to check")
         for i, ranks in enumerate(replicas):
-            result.require(bool(ranks), f"replica {i}: no rank answered what it holds")
-            for rank, found in enumerate(ranks):
-                compare_digests(result, expected, found, f"base of replica {i} rank {rank}", replica=i, rank=rank)
+            result.require(len(ranks) == len(expected.ranks), f"replica {i}: {answered(len(ranks), len(expected.ranks))}")
+            for rank, (want, found) in enumerate(zip(expected.ranks, ranks, strict=False)):
+                compare_digests(result, want, found, f"base of replica {i} rank {rank}", replica=i, rank=rank)
     return result

@@ -11,6 +11,7 @@ Everything that crosses from one side to the other goes through `Pair.sync` and 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 import time
@@ -38,6 +39,7 @@ from .limits import Limits
 
 PROBE_CONTEXT = 2560
 """Tokens of context that the checks need: more than the 16 blocks of 128 that MiniMax-M3 chooses, and some pages."""
+_WORKER_SAID = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 PREFILL_BUDGET = 2304
 """Tokens of one engine step: the longest probe alone is one prefill, beside another it is cut."""
 
@@ -69,13 +71,14 @@ class Sample:
 
 
 class Replica:
-    """One engine replica. Ranks answer in order; samebits' engine has one rank a replica."""
+    """One engine replica, of as many ranks as the recipe's replicas have, which answer in order."""
 
     sampling: Mapping[str, Any] = {}
     """Seam for faults: sampling parameters beside those of a check."""
 
     def __init__(self, config: DictConfig, index: int, seed: int) -> None:
         self.index = index
+        self.ranks = int(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         try:
             from vllm import LLM
 
@@ -87,13 +90,25 @@ class Replica:
 
     @property
     def model(self) -> Any:
-        """The serving model, which lives in this process: the seam at which faults of the engine are injected."""
+        """The serving model, where it lives in this process: the seam at which faults of the engine are injected.
+
+        Raises `PairError` where the replica has several ranks, which are processes of their own.
+        """
+        if self.ranks > 1:
+            raise PairError(f"tensor_model_parallel_size={self.ranks}: the engine's model is in other processes and cannot be changed")
         core = self.llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner.get_model()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Answers of all ranks."""
-        return list(self.llm.collective_rpc(method, args=args))
+        """Answers of all ranks. Raises `AdapterError` where a rank does."""
+        try:
+            return list(self.llm.collective_rpc(method, args=args))
+        except RuntimeError as error:
+            # From another process vLLM brings the words alone.
+            said = _WORKER_SAID.match(str(error))
+            if said is None:
+                raise
+            raise AdapterError(said[1]) from None
 
     def resident(self) -> set[int]:
         """Versions that are loaded, on every rank."""
@@ -383,7 +398,7 @@ class Pair:
             tensors, origin = changed
         version = origin["version"]
         refused = None
-        with adapter_file(tensors, version, origin["profile"]) as (path, manifest):
+        with adapter_file(tensors, version, origin["profile"], world=replica.ranks) as (path, manifest):
             if version in replica.resident():
                 replica.rpc("samebits_remove_adapter", version)
             try:
@@ -391,7 +406,7 @@ class Pair:
             except AdapterError as error:
                 refused, held = str(error), []
         replica.drop_prefix_cache()
-        if held and not any(manifest.differences(Manifest.from_json(answer)) for answer in held):
+        if manifest.agrees([Manifest.from_json(answer) for answer in held]):
             replica.version = version
             for old in replica.resident() - {version}:
                 replica.rpc("samebits_remove_adapter", old)
@@ -455,6 +470,7 @@ def _engine_options(config: DictConfig, seed: int) -> dict[str, Any]:
         "enforce_eager": True,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enable_chunked_prefill": True,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "enable_lora": True,
         "max_lora_rank": model.lora_rank,
         "max_loras": 2,

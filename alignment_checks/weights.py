@@ -2,6 +2,7 @@
 
 An adapter is compared by the manifest that was sent with it and the digests that every rank of every replica computes over its own
 buffers. Base weights are compared by digests over fp32 values: the engine's, read back from its own parameters, and the checkpoint's.
+Where a replica has several ranks, each is held against its own parts (`quant.ranks`), which together are every tensor.
 Nothing here trusts that a transfer succeeded; a missing answer is a failure.
 """
 
@@ -17,7 +18,8 @@ from typing import Any
 from samebits.kernels.linear import values
 from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.checkpoint import Checkpoint
-from samebits.quant.digests import ALGORITHM, FORMER_ALGORITHM, digests
+from samebits.quant.digests import ALGORITHM, FORMER_ALGORITHM, Digester
+from samebits.quant.ranks import LayoutError, Part, Ranks, require_cover
 
 
 class WeightMismatch(AdapterError):
@@ -54,11 +56,13 @@ def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profi
         if report is None:
             raise WeightMismatch(f"replica {replica}: no adapter was ever synced, the trainer is at version {version}")
         sent = Manifest.from_json(report["sent"])
-        if not report["held"]:
-            raise WeightMismatch(f"replica {replica}: no rank answered what it holds")
+        if len(report["held"]) != sent.ranks:
+            raise WeightMismatch(f"replica {replica}: {answered(len(report['held']), sent.ranks)}")
         for rank, answer in enumerate(report["held"]):
             where = f"replica {replica} rank {rank}"
             held = Manifest.from_json(answer)
+            if (held.rank, held.world) != (rank, sent.ranks):
+                raise WeightMismatch(f"{where}: rank {held.rank} of {held.world} answered in its place, of {sent.ranks}")
             if held.version != version:
                 stale = next(iter(held.digests), "no tensor")
                 raise WeightMismatch(
@@ -81,11 +85,56 @@ def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profi
     )
 
 
+def answered(count: int, ranks: int) -> str:
+    """How many ranks of a replica said what they hold, in words."""
+    return f"{f'{count} of {ranks} ranks' if count else 'no rank'} answered what {'they hold' if count else 'it holds'}"
+
+
+@dataclass(frozen=True)
+class BaseDigests:
+    """Digests of the fp32 values of a checkpoint's weights, by module path (routing biases under their tensor name)."""
+
+    whole: dict[str, str]
+    ranks: list[dict[str, str]]
+    """Of the parts that each rank of a replica must hold; of a replica of one rank those are whole."""
+
+
 def checkpoint_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Digest of the fp32 values of every weight of a checkpoint, by module path (routing biases under their tensor name)."""
-    found = digests((module, values(checkpoint.weight(module))) for module in checkpoint.modules)
+    return base_digests(checkpoint, 1).whole
+
+
+def base_digests(checkpoint: Checkpoint, world: int) -> BaseDigests:
+    """Digests of a checkpoint, and of the parts that the ranks of replicas of `world` ranks must hold.
+
+    Raises `WeightMismatch` when the parts do not make up every weight.
+    """
+    text = checkpoint.config.get("text_config", checkpoint.config)
+    ranks = Ranks(world, text["num_local_experts"])
+    digester, shapes, held = Digester(), {}, [{} for _ in range(world)]
     biases = [name for name in checkpoint.names if name.endswith("e_score_correction_bias")]
-    return found | digests((name, checkpoint.tensor(name).float()) for name in biases)
+    for name in (*checkpoint.modules, *biases):
+        value = checkpoint.tensor(name).float() if name in biases else values(checkpoint.weight(name))
+        shapes[name] = tuple(value.shape)
+        digester.add(name, value)
+        for rank in range(world):
+            part = ranks.weight(rank, name, value.shape)
+            if part is None:
+                continue
+            known = part in {other[name] for other in held if name in other}
+            held[rank][name] = part
+            if not known and not part.is_whole(value.shape):
+                digester.add(f"{name}{tuple(part)}", part.of(value))
+    try:
+        require_cover(shapes, held)
+    except LayoutError as error:
+        raise WeightMismatch(str(error)) from None
+    found = digester.finish()
+
+    def key(name: str, part: Part) -> str:
+        return name if part.is_whole(shapes[name]) else f"{name}{tuple(part)}"
+
+    return BaseDigests({n: found[n] for n in shapes}, [{n: found[key(n, part)] for n, part in parts.items()} for parts in held])
 
 
 def verify_base(expected: Mapping[str, str], held: Mapping[str, str], where: str) -> int:

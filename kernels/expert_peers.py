@@ -26,7 +26,7 @@ from .expert_routes import owned
 from .expert_tiles import NVFP4Tiles
 from .linear import LoRA
 from .moe import ExpertLoRA
-from .peer_memory import PeerMemory, Shared
+from .peer_memory import First, PeerMemory, Shared
 
 MANY = 4096  # pairs of a rank from which on it computes in parts
 PARTS = 8
@@ -55,6 +55,19 @@ class PeerExperts:
         self.experts, self.room, self.world, self.rank = experts, room, world, rank
         self.first, self.end = owned(experts, world, rank)
         self.rows, self.routes, self.results = rows, routes, results
+
+    def smaller(self, room: int) -> PeerExperts:
+        """One for calls of at most `room` tokens a rank, in the first part of the same memory: plans and launches are of that size.
+
+        Calls of the two are not under way together.
+        """
+        if not 0 < room <= self.room:
+            raise ValueError(f"there is room for {self.room} tokens, not for {room}")
+        other = object.__new__(type(self))
+        results = First(self.results, self.results.local.shape[0] // self.room * room)
+        other._set_up(self.experts, room, self.world, self.rank, First(self.rows, self.world * room), First(self.routes, room), results)
+        other.side = self.side
+        return other
 
     def __call__(
         self,

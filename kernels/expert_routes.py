@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.quant.ranks import owned as owned
+
 
 class Pairs(NamedTuple):
     """The pairs of one part on one rank; all int32 [P] but the last."""
@@ -43,11 +45,6 @@ class Routes(NamedTuple):
     pairs: list[Pairs]
     place: Tensor  # int64 [tokens, k], row of each pair's result among those that come back: by part, others' by rank, then own
     rows: int
-
-
-def owned(experts: int, world: int, rank: int) -> tuple[int, int]:
-    """First expert of a rank and the one after its last: ranges differ by at most one in size, and are empty where ranks are many."""
-    return rank * experts // world, (rank + 1) * experts // world
 
 
 def part_edges(experts: int, world: int, parts: int) -> list[int]:

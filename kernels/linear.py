@@ -79,8 +79,10 @@ def _join(kind: type, parts: tuple[Tensor, ...]) -> FrozenWeight:
     return kind(*parts) if kind is not Tensor else parts[0]
 
 
-def frozen_linear(x: Tensor, weight: FrozenWeight) -> Tensor:
+def frozen_linear(x: Tensor, weight: FrozenWeight, outputs: int | None = None) -> Tensor:
     """x [T, K] times a frozen weight [N, K] transposed: fp32 [T, N]. Gradient to x only.
+
+    `outputs`: rows of the matrix of which `weight` is a part, where it is one: the order of a sum may be chosen by them.
 
     A dense bf16 or fp32 weight and x in bf16 on CUDA take the kernels of `triton_dense`: a row's sums then have one order in every batch.
     """
@@ -89,7 +91,7 @@ def frozen_linear(x: Tensor, weight: FrozenWeight) -> Tensor:
     if x.dtype is torch.bfloat16 and fast_path(x) and weight.dtype in (torch.bfloat16, torch.float32):
         from .triton_dense import DenseLinear
 
-        return DenseLinear.apply(x, weight)
+        return DenseLinear.apply(x, weight, outputs)
     return _FrozenLinear.apply(x, Tensor, weight)
 
 

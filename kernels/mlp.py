@@ -1,6 +1,7 @@
 """The dense MLP, and the shared expert beside the routed ones: what trainer and engine call for either.
 
     mlp               down(swiglu(gate x, up x)), gate and up stacked in one matrix, each of the three with its own adapter
+    mlp_activation    the part of it before `down`, for engines that split it over ranks
     moe_with_shared   `moe` plus the `mlp` of the shared expert: bf16(routed) + bf16(shared)
 
 On the Triton kernels (MXFP8 tiles, x in bf16 on CUDA) gate, up and SwiGLU are one launch, and a small batch's shared expert runs on a
@@ -70,15 +71,39 @@ def mlp(
         from .mlp_fused import fused_mlp
 
         return fused_mlp(x, gate_up, down, activation, lora, adapter_ids, recompute, point)
-    if isinstance(gate_up, MXFP8Tiles):
-        gate_up = unpack_linear(gate_up)
-    gate, up, out = lora or (None, None, None)
-    halves = [lora_linear(x, w, pair, adapter_ids) for w, pair in zip(split(gate_up, 2), (gate, up), strict=True)]
-    act = swiglu_oai_halves(*halves, activation).to(x.dtype)
+    act = _activated(x, gate_up, activation, lora, adapter_ids)
     tap(f"{point}activation", act)
-    y = lora_linear(act, down, out, adapter_ids)
+    y = lora_linear(act, down, None if lora is None else lora.down, adapter_ids)
     tap(f"{point}down_proj", y)
     return y
+
+
+def mlp_activation(
+    x: Tensor,
+    gate_up: FrozenWeight | MXFP8Tiles,
+    activation: SwiGLU,
+    lora: MLPLoRA | None = None,
+    adapter_ids: Tensor | None = None,
+) -> Tensor:
+    """What `mlp` multiplies by `down`: x [T, H] to [T, I] in x's dtype, with the bits that these rows have in an MLP with more of them.
+
+    For inference with gate and up split over ranks; arguments are those of `mlp`.
+    """
+    if _fused(x, gate_up):
+        from .mlp_fused import fused_activation
+
+        return fused_activation(x, gate_up, activation, lora, adapter_ids)
+    return _activated(x, gate_up, activation, lora, adapter_ids)
+
+
+def _activated(
+    x: Tensor, gate_up: FrozenWeight | MXFP8Tiles, activation: SwiGLU, lora: MLPLoRA | None, adapter_ids: Tensor | None
+) -> Tensor:
+    if isinstance(gate_up, MXFP8Tiles):
+        gate_up = unpack_linear(gate_up)
+    pairs = (None, None) if lora is None else (lora.gate, lora.up)
+    halves = [lora_linear(x, w, pair, adapter_ids) for w, pair in zip(split(gate_up, 2), pairs, strict=True)]
+    return swiglu_oai_halves(*halves, activation).to(x.dtype)
 
 
 def moe_with_shared(

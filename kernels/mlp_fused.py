@@ -198,3 +198,14 @@ def fused_moe_with_shared(x, w13, w2, ids, weights, shared, activation, lora, ad
     return _FusedMoEWithShared.apply(
         x.contiguous(), weights, ids, adapter_ids, w13, w2, shared.gate_up, shared.down, activation, recompute, point, *adapters
     )
+
+
+def fused_activation(x, gate_up, activation, lora, adapter_ids) -> Tensor:
+    """`kernels.mlp.mlp_activation` for x in bf16 on CUDA: the first product of `forward_mlp`, which keeps nothing."""
+    ids = None if adapter_ids is None else adapter_ids.contiguous()
+    loras = pairs_of(readable(flat(lora), x))
+    inner, _ = mlp_cuts(len(x), gate_up.codes.shape[1] // 2)
+    x = x.contiguous()
+    plan = linear_plan(x, inner.tokens, 1 + slots_of(loras))
+    act, _, _ = weight_product(x, gate_up, plan, inner, activation, loras[:2], ids)
+    return act

@@ -165,7 +165,8 @@ def kv_insert(
     """Norm and rotate the heads of a projection, and write K, V and the index key into their pages, in place.
 
     Args:
-        q: bf16 [T, H, D]. k, v, index_q: [T, G, D]. index_k: [T, D]. Views of one projection's output will do.
+        q: bf16 [T, H, D]. k, v: [T, G, D]. index_q: [T, G, D], or of more groups where G are one rank's. index_k: [T, D]. Views of one
+            projection's output will do.
         norms: of the layer. A layer without an indexer has None there and for `index_q`, `index_k` and `index_cache`.
         table: cos and sin of `kernels.rope.rope_table`. position: int32 [T], -1 for padding.
         slots: int64 [T], page * 128 + place in the page, no two equal; -1 writes nothing.

@@ -75,3 +75,11 @@ class PeerMemory:
     def of(self, rank: int) -> Tensor:
         """Another rank's tensor."""
         return self._handle.get_buffer(rank, self.local.shape, self.local.dtype)
+
+
+class First:
+    """The first rows of every rank's tensor, under the same addresses."""
+
+    def __init__(self, shared: Shared, rows: int) -> None:
+        self.local, self.addresses = shared.local[:rows], shared.addresses
+        self.barrier = shared.barrier

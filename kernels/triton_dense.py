@@ -183,17 +183,20 @@ def _gradient_kernel(
     tl.store(out_ptr + t.to(tl.int64)[:, None] * K + h[None, :], bf16(total), mask=(t < tokens)[:, None] & (h < K)[None, :])
 
 
-def product(x: Tensor, weight: Tensor, cut: Cut | None = None, split: bool | None = None) -> Tensor:
-    """x bf16 [T, K] times weight [N, K] transposed: fp32 [T, N]. `cut` and `split` change no bit."""
+def product(x: Tensor, weight: Tensor, cut: Cut | None = None, split: bool | None = None, whole: int | None = None) -> Tensor:
+    """x bf16 [T, K] times weight [N, K] transposed: fp32 [T, N]. `cut` and `split` change no bit.
+
+    `whole`: rows of the matrix that `weight` is a part of; what is summed on its own follows them, so that a part gives the whole's bits.
+    """
     (tokens, inputs), outputs, full = x.shape, len(weight), weight.dtype is torch.float32
     out = torch.empty(tokens, outputs, dtype=torch.float32, device=x.device)
     if not out.numel():
         return out
     x, weight = (m if m.stride(1) == 1 else m.contiguous() for m in (x, weight))
     cut = cut or cut_of(tokens, outputs, full)
-    part = part_of(outputs)
+    part = part_of(whole or outputs)
     parts = triton.cdiv(inputs, part)
-    split = (outputs <= SMALL and tokens <= SPLIT_TOKENS if split is None else split) and parts > 1
+    split = ((whole or outputs) <= SMALL and tokens <= SPLIT_TOKENS if split is None else split) and parts > 1
     into = torch.empty(parts, tokens, outputs, dtype=torch.float32, device=x.device) if split else out
     bands, tiles = triton.cdiv(outputs, cut.weights), triton.cdiv(tokens, cut.tokens)
     with on(x):
@@ -231,12 +234,12 @@ class DenseLinear(torch.autograd.Function):
     """`kernels.linear.frozen_linear` of bf16 [T, K] on CUDA."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, whole: int | None = None) -> Tensor:
         """See the module."""
         ctx.save_for_backward(weight)
-        return product(x, weight)
+        return product(x, weight, whole=whole)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         """See the module."""
-        return gradient(grad.float(), *ctx.saved_tensors) if ctx.needs_input_grad[0] else None, None
+        return gradient(grad.float(), *ctx.saved_tensors) if ctx.needs_input_grad[0] else None, None, None

@@ -99,10 +99,10 @@ def insert_kernel(
     q_ptr,  # [T, H, 128] by token stride, as all inputs
     k_ptr,  # [T, G, 128]
     v_ptr,  # [T, G, 128]
-    index_q_ptr,  # [T, G, 128]; not read without INDEXED, as all that is the indexer's
+    index_q_ptr,  # [T, index heads, 128]; not read without INDEXED, as all that is the indexer's
     index_k_ptr,  # [T, 128]
     q_out_ptr,  # [T, H, 128]
-    index_q_out_ptr,  # [T, G, 128]
+    index_q_out_ptr,  # [T, index heads, 128]
     q_norm_ptr,
     k_norm_ptr,
     index_q_norm_ptr,
@@ -128,6 +128,7 @@ def insert_kernel(
     tokens,
     H: tl.constexpr,
     G: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
     INDEXED: tl.constexpr,
     ROTARY: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -160,21 +161,21 @@ def insert_kernel(
         program -= of_index + 2 * of_groups
         _all_query_rows(
             q_ptr, index_q_ptr, q_stride, index_q_stride, q_norm_ptr, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr,
-            index_q_out_ptr, program, of_groups * INDEXED, tokens, eps, H, G, ROTARY, R, TILES,
+            index_q_out_ptr, program, tl.cdiv(tokens * INDEX_HEADS, R), tokens, eps, H, INDEX_HEADS, ROTARY, R, TILES,
         )  # fmt: skip
 
 
 @triton.jit
 def _all_query_rows(
     q_ptr, index_q_ptr, q_stride, index_q_stride, q_norm_ptr, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr,
-    index_q_out_ptr, program, of_index, tokens, eps, H: tl.constexpr, G: tl.constexpr, ROTARY: tl.constexpr, R: tl.constexpr,
+    index_q_out_ptr, program, of_index, tokens, eps, H: tl.constexpr, INDEX_HEADS: tl.constexpr, ROTARY: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """Index queries in the first `of_index` programs, then queries."""
     if program < of_index:
         _query_rows(
-            index_q_ptr, index_q_stride, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, index_q_out_ptr, program * R, tokens, eps, G,
-            ROTARY, R, 1,
+            index_q_ptr, index_q_stride, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, index_q_out_ptr, program * R, tokens, eps,
+            INDEX_HEADS, ROTARY, R, 1,
         )  # fmt: skip
     else:
         first = (program - of_index) * (R * TILES)
@@ -191,7 +192,7 @@ def rotate_kernel(
     q_out_ptr,  # [T, H, 128]
     k_out_ptr,  # [T, G, 128]
     v_out_ptr,  # [T, G, 128]
-    index_q_out_ptr,  # [T, G, 128]
+    index_q_out_ptr,  # [T, index heads, 128]
     index_k_out_ptr,  # [T, 128]
     q_norm_ptr,
     k_norm_ptr,
@@ -209,6 +210,7 @@ def rotate_kernel(
     tokens,
     H: tl.constexpr,
     G: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
     INDEXED: tl.constexpr,
     ROTARY: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -240,7 +242,7 @@ def rotate_kernel(
         program -= of_index + 2 * of_groups
         _all_query_rows(
             q_ptr, index_q_ptr, q_stride, index_q_stride, q_norm_ptr, index_q_norm_ptr, cos_ptr, sin_ptr, position_ptr, q_out_ptr,
-            index_q_out_ptr, program, of_groups * INDEXED, tokens, eps, H, G, ROTARY, R, TILES,
+            index_q_out_ptr, program, tl.cdiv(tokens * INDEX_HEADS, R), tokens, eps, H, INDEX_HEADS, ROTARY, R, TILES,
         )  # fmt: skip
 
 

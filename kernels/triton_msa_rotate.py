@@ -59,11 +59,13 @@ class HeadRows(NamedTuple):
         weights = norms[:4] if indexed else (norms.q, norms.k, norms.k, norms.k)
         cut = cut_of(tokens)
         tiles = cut.tiles if heads % (cut.tiles * cut.rows) == 0 else 1
-        counts = [tokens * groups] * (3 if indexed else 2) + ([tokens] if indexed else [])
+        index_heads = index_q.shape[1] if indexed else 0  # as many as the groups, or those of all ranks where these are one rank's
+        counts = [tokens * groups] * 2 + [tokens * index_heads] + ([tokens] if indexed else [])
         programs = sum(triton.cdiv(n, cut.rows) for n in counts) + triton.cdiv(tokens * heads, cut.rows * tiles)
         shape = {
             "H": heads,
             "G": groups,
+            "INDEX_HEADS": index_heads,
             "INDEXED": indexed,
             "ROTARY": table[0].shape[1],
             "R": cut.rows,

@@ -11,17 +11,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .digests import ALGORITHM, FORMER_ALGORITHM, digests
+from .digests import ALGORITHM, FORMER_ALGORITHM, Digester, digests
 from .digests import digest as digest
+from .ranks import Part, Ranks
 from .roles import (
     ATTENTION_ROLES,
     DENSE_ROLES,
@@ -190,7 +191,10 @@ def parse_name(name: str) -> tuple[ModuleId, str]:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a sync carries, or what an engine says it holds: a version, the numerics and a digest for each tensor."""
+    """What a sync carries, or what an engine's rank says it holds: a version, the numerics and a digest for each tensor.
+
+    A sync carries the digests of whole tensors and, for replicas of several ranks, of each rank's parts; a rank answers with its own.
+    """
 
     version: int
     """Number of optimizer steps in the adapter."""
@@ -200,12 +204,31 @@ class Manifest:
     bytes: int = 0
     algorithm: str = ALGORITHM
     """What the digests were taken with."""
+    parts: list[dict[str, str]] = field(default_factory=list)
+    """Of a sync to replicas of several ranks: digests of what each rank must hold (`quant.ranks`)."""
+    rank: int = 0
+    """Of an answer: which rank of its replica gives it."""
+    world: int = 1
+    """Of an answer: ranks of its replica."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], version: int, profile: str, taken: Mapping[str, str] | None = None) -> Manifest:
-        """Manifest of `tensors`. `taken`: their digests, where they were taken before the tensors were copied here."""
+    def of(cls, tensors: Mapping[str, Tensor], version: int, profile: str, taken: Taken | None = None, world: int = 1) -> Manifest:
+        """Manifest of `tensors` for replicas of `world` ranks. `taken`: their digests, where they were taken before they were copied here.
+
+        Raises `LayoutError` when an adapter of these tensors does not cover `world` ranks.
+        """
+        if taken is None:
+            taking = Taking({name: tuple(t.shape) for name, t in tensors.items()}, world)
+            for name, t in tensors.items():
+                taking.add(name, t)
+            taken = taking.finish()
         total = sum(t.numel() * t.element_size() for t in tensors.values())
-        return cls(version, profile, digests(tensors) if taken is None else dict(taken), total)
+        return cls(version, profile, dict(taken.whole), total, parts=[dict(part) for part in taken.parts])
+
+    @property
+    def ranks(self) -> int:
+        """Of a sync: ranks of the replicas that it is for."""
+        return len(self.parts) or 1
 
     def to_json(self) -> str:
         """As one JSON object."""
@@ -225,19 +248,69 @@ class Manifest:
             problems.append(f"engine computes with numerics profile {held.profile}, trainer with {self.profile}")
         if held.algorithm != self.algorithm:
             return [*problems, f"digests of {held.algorithm} cannot be compared with those sent, of {self.algorithm}"]
-        problems += _name_problems(self.digests, held.digests)
+        if held.world != self.ranks or not 0 <= held.rank < held.world:
+            return [*problems, f"rank {held.rank} of {held.world} answered, the adapter was sent to {self.ranks}"]
+        expected = self.parts[held.rank] if self.parts else self.digests
+        problems += _name_problems(expected, held.digests)
         problems += [
             f"{name} differs: {held.digests[name]} is held, {want} was sent"
-            for name, want in self.digests.items()
+            for name, want in expected.items()
             if held.digests.get(name, want) != want
         ]
         return problems
+
+    def agrees(self, answers: Sequence[Manifest]) -> bool:
+        """Did every rank of one replica answer, in order, that it holds exactly this?"""
+        return [held.rank for held in answers] == list(range(self.ranks)) and not any(map(self.differences, answers))
 
     def require(self, held: Manifest, where: str) -> None:
         """Raise `AdapterError` with one line when `held` is not exactly this. `where` names the replica and rank."""
         problems = self.differences(held)
         if problems:
             raise AdapterError(f"{where}: {_summary(problems)}")
+
+
+class Taken(NamedTuple):
+    """Digests of an adapter's tensors."""
+
+    whole: dict[str, str]
+    parts: list[dict[str, str]]
+    """Of what each rank holds; empty where a replica is one rank."""
+
+
+class Taking:
+    """Takes the digests of an adapter tensor by tensor, on whatever device each is: of the whole, and of the parts of `world` ranks."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], world: int = 1) -> None:
+        """`shapes`: of all tensors that will come. Raises `LayoutError` when their parts do not cover them."""
+        self.shapes = shapes
+        self.parts: list[dict[str, Part]] = Ranks.of_adapter(shapes, world).adapters(shapes) if world > 1 else []
+        self._digester = Digester()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor, which must keep its values until `finish`. Raises `AdapterError` when it was not announced."""
+        if name not in self.shapes:
+            raise AdapterError(f"{name} is no tensor of this adapter")
+        self._digester.add(name, tensor)
+        for part in {held[name] for held in self.parts if name in held}:
+            if not part.is_whole(tensor.shape):
+                self._digester.add(_part_name(name, part), part.of(tensor))
+
+    def finish(self) -> Taken:
+        """All digests. Raises `AdapterError` when a tensor that was announced did not come."""
+        found = self._digester.finish()
+        missing = [name for name in self.shapes if name not in found]
+        if missing:
+            raise AdapterError(f"{missing[0]} was announced and did not come ({len(missing)} such tensors)")
+        parts = [
+            {name: found[name if part.is_whole(self.shapes[name]) else _part_name(name, part)] for name, part in held.items()}
+            for held in self.parts
+        ]
+        return Taken({name: hexes for name, hexes in found.items() if name in self.shapes}, parts)
+
+
+def _part_name(name: str, part: Part) -> str:
+    return f"{name}[{part.dim}:{part.start}:{part.stop}]"
 
 
 def save_peft(folder: Path, tensors: Mapping[str, Tensor], spec: AdapterSpec, base: str, metadata: Mapping[str, str]) -> None:

@@ -98,6 +98,8 @@ def show(report: Report, console: Console) -> None:
     line(f"{recipe.name}: {found.model.title} on {layout.nodes} x {layout.gpus_per_node} {gpu}{here}")
     line(f"numerics: {profile.name}, {profile.activations} activations, KV cache {profile.kv_cache}, hash {profile.hash}")
     spread = f"experts over {layout.expert_ranks}, sequences over {layout.engine_gpus}" if layout.engine_gpus > 1 else "one GPU each"
+    if layout.tensor_ranks > 1:
+        spread = f"experts, heads and all large weights over {layout.tensor_ranks} GPUs each"
     line(f"layout: {layout.replicas} engine replicas ({spread}), trainer sharded over {layout.fsdp} of {layout.gpus} ranks")
     samples = verl.data.train_batch_size * rollout.n
     line(

@@ -454,7 +454,8 @@ def _derive(recipe: Recipe, verl: DictConfig) -> DictConfig:
     }
     verl.actor_rollout_ref.model.override_config = OmegaConf.merge(verl.actor_rollout_ref.model.override_config, trainer)
     engine = verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    engine_options = {"additional_config": {"samebits": profile_options}, "distributed_executor_backend": "uni"}
+    executor = "uni" if verl.actor_rollout_ref.rollout.tensor_model_parallel_size == 1 else "mp"
+    engine_options = {"additional_config": {"samebits": profile_options}, "distributed_executor_backend": executor}
     verl.actor_rollout_ref.rollout.engine_kwargs["vllm"] = OmegaConf.merge(engine_options, engine)
     if recipe.device == "cpu":
         OmegaConf.update(verl, "actor_rollout_ref.rollout.free_cache_engine", False)

@@ -55,6 +55,8 @@ def engine_options(recipe: Recipe, verl: DictConfig, *, context: int, adapter: b
         "seed": recipe.seed,
         "worker_extension_cls": EXTENSION,
     }
+    if rollout.tensor_model_parallel_size > 1:
+        options["tensor_parallel_size"] = rollout.tensor_model_parallel_size
     options |= OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     if adapter:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": recipe.lora.rank}

@@ -46,8 +46,8 @@ class AdapterFolder:
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def read_adapter(folder: Path, recipe: Recipe, spec: AdapterSpec) -> AdapterFolder:
-    """Check an adapter folder against a validated recipe. Raises `RecipeError` when it cannot be read or does not fit."""
+def read_adapter(folder: Path, recipe: Recipe, spec: AdapterSpec, ranks: int = 1) -> AdapterFolder:
+    """Check an adapter folder against a validated recipe, for an engine of `ranks`. Raises `RecipeError` when it does not fit."""
     runs = sorted((folder / "adapters").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     if runs and not (folder / "adapter_config.json").is_file():
         raise RecipeError(f"{folder} is a run: name one of its adapters, such as {runs[-1]}")
@@ -57,7 +57,7 @@ def read_adapter(folder: Path, recipe: Recipe, spec: AdapterSpec) -> AdapterFold
             raise RecipeError(f"adapter {folder} does not say which numerics profile it was trained with")
         require_same(f"adapter {folder}", meta["profile"], f"the recipe ({recipe.profile.name})", recipe.profile.hash)
         tensors = load_peft(folder, spec)
-        return AdapterFolder(folder, Manifest.of(tensors, int(meta.get("adapter_version", 0)), meta["profile"]))
+        return AdapterFolder(folder, Manifest.of(tensors, int(meta.get("adapter_version", 0)), meta["profile"], world=ranks))
     except (AdapterError, ProfileMismatch) as error:
         raise RecipeError(f"adapter: {error}") from None
 
@@ -85,7 +85,8 @@ class EngineGenerator:
         spec = validate(recipe, verl)
         self.recipe, self.verl = recipe, verl
         self.temperature, self.max_tokens = temperature, max_tokens
-        self.adapter = None if adapter is None else read_adapter(adapter, recipe, spec)
+        ranks = verl.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self.adapter = None if adapter is None else read_adapter(adapter, recipe, spec, ranks)
         self._template = OmegaConf.to_container(verl.data.get("apply_chat_template_kwargs") or OmegaConf.create(), resolve=True)
         self._tokenizer = _tokenizer(recipe.model_path)
         self._ids = {prompt: self._tokenize(prompt) for prompt in prompts}
@@ -184,6 +185,8 @@ class EngineGenerator:
         held = llm.collective_rpc("samebits_load_adapter", args=(str(path), sent.to_json()))
         for rank, answer in enumerate(held):
             sent.require(Manifest.from_json(answer), f"engine rank {rank}")
+        if len(held) != sent.ranks:
+            raise GenerationFailed(f"{len(held)} of {sent.ranks} engine ranks said what they hold of the adapter")
         return lora_request(sent.version)
 
     def _tokenize(self, prompt: str) -> list[int]:

@@ -1,8 +1,9 @@
 """How a recipe spreads over GPUs, and what the engine takes: every size that must divide another, found before there is a GPU.
 
-A run is colocated: each GPU trains one FSDP rank's share and serves one rank of an engine replica, in turns. Inside a replica only
-whole experts may be spread (`expert_parallel_size`), each sequence staying on one GPU (`data_parallel_size`). Tensor and pipeline
-parallelism are refused: a sum split over ranks is rounded in another order than the trainer's, so the bits would differ.
+A run is colocated: each GPU trains one FSDP rank's share and serves one rank of an engine replica, in turns. A replica may be spread over
+GPUs of one node (`tensor_model_parallel_size`): outputs and whole experts are split and no sum is, so that it has the bits of one GPU.
+Plans may also spread whole experts with each sequence on one GPU (`data_parallel_size`, `expert_parallel_size`). Pipeline stages are
+refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
+
+from samebits.quant.ranks import indivisible
 
 from .config import RecipeError
 from .plan_tables import Model
@@ -29,6 +32,8 @@ class Spread:
     """GPUs of one engine replica."""
     expert_ranks: int
     """GPUs over which a replica's experts are spread."""
+    tensor_ranks: int
+    """GPUs over which a replica's other weights and KV heads are spread."""
     fsdp: int
     """GPUs over which the trainer's parameters are sharded."""
 
@@ -58,22 +63,22 @@ def spread(verl: DictConfig, model: Model) -> Spread:
     require_whole(verl, *(f"{ROLLOUT}.{size}" for size in sizes))
     gpus = verl.trainer.nnodes * verl.trainer.n_gpus_per_node
     tp, dp, ep = rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size
-    if model.heads % tp:
-        raise RecipeError(f"{ROLLOUT}.tensor_model_parallel_size={tp} does not divide the {model.heads} heads of {model.title}")
-    for key, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", rollout.pipeline_model_parallel_size)):
-        if size > 1:
-            raise RecipeError(
-                f"{ROLLOUT}.{key}={size} splits what the trainer computes in one piece, so the bits would differ: "
-                "spread an engine by data_parallel_size and expert_parallel_size"
-            )
-    if ep not in (1, dp):
+    if rollout.pipeline_model_parallel_size > 1:
+        raise RecipeError(
+            f"{ROLLOUT}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size}: the engine has no pipeline stages, "
+            "spread it by tensor_model_parallel_size"
+        )
+    if tp > 1:
+        _require_tensor_parallel(verl, model, tp, dp, ep)
+        dp = tp
+    elif ep not in (1, dp):
         raise RecipeError(f"{ROLLOUT}.expert_parallel_size={ep} must be 1 or data_parallel_size ({dp}): experts spread over a whole engine")
     if model.experts % ep:
         raise RecipeError(f"{ROLLOUT}.expert_parallel_size={ep} does not divide the {model.experts} experts of {model.title}")
-    if gpus % dp:
+    if tp == 1 and gpus % dp:
         machines = f"trainer.nnodes={verl.trainer.nnodes} x trainer.n_gpus_per_node={verl.trainer.n_gpus_per_node}"
         raise RecipeError(f"{machines} GPUs do not hold whole engines of {ROLLOUT}.data_parallel_size={dp}")
-    if dp > 1 and dp % verl.trainer.n_gpus_per_node:
+    if tp == 1 and dp > 1 and dp % verl.trainer.n_gpus_per_node:
         raise RecipeError(
             f"{ROLLOUT}.data_parallel_size={dp} must be a multiple of trainer.n_gpus_per_node={verl.trainer.n_gpus_per_node}: "
             "verl gives such an engine whole nodes"
@@ -84,7 +89,22 @@ def spread(verl: DictConfig, model: Model) -> Spread:
     samples = verl.data.train_batch_size * rollout.n
     if samples % gpus:
         raise RecipeError(f"data.train_batch_size={verl.data.train_batch_size} x {rollout.n} samples do not divide over {gpus} ranks")
-    return Spread(verl.trainer.nnodes, verl.trainer.n_gpus_per_node, dp, ep, gpus if fsdp == -1 else fsdp)
+    return Spread(verl.trainer.nnodes, verl.trainer.n_gpus_per_node, dp, tp if tp > 1 else ep, tp, gpus if fsdp == -1 else fsdp)
+
+
+def _require_tensor_parallel(verl: DictConfig, model: Model, tp: int, dp: int, ep: int) -> None:
+    """What a replica on `tp` GPUs needs of model and machines. Raises `RecipeError`."""
+    key = f"{ROLLOUT}.tensor_model_parallel_size={tp}"
+    intermediates = [size for size in (model.shared_intermediate, model.dense_intermediate) if size]
+    odd = indivisible(tp, kv_heads=model.kv_heads, hidden=model.hidden, intermediates=intermediates)
+    if odd or tp > model.experts:
+        raise RecipeError(f"{key} does not divide the {odd or f'{model.experts} experts'} of {model.title}: use more replicas instead")
+    if dp > 1:
+        raise RecipeError(f"{key} with {ROLLOUT}.data_parallel_size={dp}: an engine is spread by one of them; more replicas take no key")
+    if ep not in (1, tp):
+        raise RecipeError(f"{ROLLOUT}.expert_parallel_size={ep} must be 1 or tensor_model_parallel_size ({tp}), over which experts spread")
+    if verl.trainer.n_gpus_per_node % tp:
+        raise RecipeError(f"{key} does not divide trainer.n_gpus_per_node={verl.trainer.n_gpus_per_node}: a replica lies on one node")
 
 
 def require_engine_limits(verl: DictConfig, model: Model, rank: int) -> None:

@@ -27,7 +27,7 @@ from verl.workers.utils.padding import response_from_nested
 from samebits.alignment_checks.in_run import AgreementLost, History, check_bases, check_batch, require_agreement
 from samebits.alignment_checks.limits import Limits
 from samebits.alignment_checks.report import recorded
-from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_sync, verify_unchanged_base
+from samebits.alignment_checks.weights import WeightMismatch, base_digests, verify_sync, verify_unchanged_base
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
 from samebits.trainer.m3_config import M3Dims
@@ -81,8 +81,9 @@ class SamebitsTrainer(PPOTrainerSync):
             for rank, found in enumerate(hashes):
                 require_same(f"engine replica {i} rank {rank}", found, "the trainer", self.recipe.profile.hash)
         if self.recipe.checks.base_weights:
-            self._base = checkpoint_digests(Checkpoint(self.recipe.model_path))
-            verify_unchanged_base(self.recipe.folder / "base.json", self._base, fresh=self.global_steps == 0)
+            ranks = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            self._base = base_digests(Checkpoint(self.recipe.model_path), ranks)
+            verify_unchanged_base(self.recipe.folder / "base.json", self._base.whole, fresh=self.global_steps == 0)
             self._require("preflight", [self._check_bases()])
         self._verify_sync()
 

@@ -17,7 +17,7 @@ from samebits.quant.roles import EXPERT_ROLES
 from .config import Recipe
 from .plan_tables import BITS, Model
 from .planning import PAGE_TOKENS
-from .support import ENGINE_BITS, held_weights, keeps_packed
+from .support import ENGINE_BITS, held_weights, keeps_packed, packed_weights
 from .validate import Validated
 
 SLOTS = 2
@@ -76,18 +76,14 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     usable = found.gpu.memory_gb * 1e9 * recipe.cluster.usable_share if found.gpu else None
 
     packed = keeps_packed(profile)
-    weights = (
-        model.expert_bytes("nvfp4") / layout.expert_ranks + model.other_bytes("nvfp4")
-        if packed
-        else held_weights(model, layout.expert_ranks)
-    )
+    weights = (packed_weights if packed else held_weights)(model, layout.expert_ranks, layout.tensor_ranks)
     slots = SLOTS * width * (trainable[0] / layout.expert_ranks + trainable[1])
     step_tokens = rollout.max_num_batched_tokens
     work = step_tokens * _layer_width(model) * 4 + rollout.max_num_seqs * model.vocabulary * 4 * 2
     sequence = rollout.max_model_len or verl.data.max_prompt_length + verl.data.max_response_length
     pages = -(-sequence // PAGE_TOKENS) * PAGE_TOKENS
     kv_bits = {"nvfp4": "nvfp4", "bfloat16": "bf16", "float32": "fp32"}[profile.kv_cache]
-    one_sequence = pages * (model.kv_bytes_per_token(kv_bits) + model.index_bytes_per_token(kv_bits))
+    one_sequence = pages * (model.kv_bytes_per_token(kv_bits) / layout.tensor_ranks + model.index_bytes_per_token(kv_bits))
     budget = found.gpu.memory_gb * 1e9 * rollout.gpu_memory_utilization if found.gpu else None
     pool = one_sequence if budget is None else max(one_sequence, budget - weights - slots - work)
     engine = {"engine: base": weights, "engine: adapter slots": slots, "engine: one forward": work, "engine: KV cache": pool}
@@ -154,7 +150,7 @@ def _assumptions(recipe: Recipe, found: Validated, packed: bool, sequence: int, 
         else "cluster.gpu is not set: nothing is compared with a GPU's memory"
     )
     base = (
-        f"engine base: packed, experts over {found.layout.expert_ranks} GPUs, the rest on each"
+        f"engine base: packed, experts over {found.layout.expert_ranks} GPUs, the rest {_rest(found.layout.tensor_ranks)}"
         if packed
         else f"engine base: rebuilt in {ENGINE_BITS} bits, as for fp32 activations"
     )
@@ -166,6 +162,10 @@ def _assumptions(recipe: Recipe, found: Validated, packed: bool, sequence: int, 
         "trainer: base packed; each layer gathered with the next one, the largest counted twice",
         "while training the engine keeps its adapter slots only" if asleep else "while training the engine keeps all it has",
     )
+
+
+def _rest(tensor_ranks: int) -> str:
+    return "on each" if tensor_ranks == 1 else f"over {tensor_ranks} but for indexer and router; adapters of it counted whole on each"
 
 
 def _trainable(found: Validated) -> tuple[int, int]:

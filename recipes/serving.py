@@ -4,8 +4,8 @@ The server is `vllm serve` as it stands. (`SERVER` is its module, which is what 
 looks for a distribution called `vllm` and ends.) What makes it compute with the recipe's bits is the samebits plugin, which vLLM loads
 by itself, and `additional_config.samebits`; an adapter comes as one of `--lora-modules` and goes into the slots that the training job's
 engine uses.
-`serving.yaml` lists the hardware. For several GPUs in one engine there is no samebits engine: those entries are commands for vLLM's own
-MiniMax-M3 with the published checkpoint, printed with what is known about them and never started.
+`serving.yaml` lists the hardware. A recipe's engine takes as many GPUs as its `tensor_model_parallel_size`; the entries of other systems
+are commands for vLLM's own MiniMax-M3 with the published checkpoint, printed with what is known about them and never started.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from samebits.quant.profile import Format, NumericsProfile
 
 from .config import Recipe
 from .layout import ROLLOUT, Spread
-from .plan_tables import FAMILY, Gpu, Model
+from .plan_tables import BITS, FAMILY, Gpu, Model
 
 ENGINE_BITS = 32
 """Bits in which the engine keeps a weight of the base where it computes in fp32: it rebuilds the values when it loads them."""
@@ -34,14 +34,14 @@ def missing(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread, gpu:
             f"numerics.profile={profile.name} computes with {profile.activations} activations, which trainer and engine do not yet: "
             "use w4a16"
         )
-    if layout.engine_gpus > 1:
+    if layout.engine_gpus > layout.tensor_ranks:
         found.append(
-            f"{ROLLOUT}.data_parallel_size={rollout.data_parallel_size}: the engine does not spread one replica over GPUs yet; "
-            "each GPU must hold the whole base"
+            f"{ROLLOUT}.data_parallel_size={rollout.data_parallel_size}: the engine does not spread a replica by it; "
+            "use tensor_model_parallel_size, or replicas of one GPU that hold the whole base"
         )
-    held = held_weights(model, layout.expert_ranks)
+    held = held_weights(model, layout.expert_ranks, layout.tensor_ranks)
     if not keeps_packed(profile) and gpu is not None and held > gpu.memory_gb * 1e9 * recipe.cluster.usable_share:
-        packed = model.expert_bytes("nvfp4") / layout.expert_ranks + model.other_bytes("nvfp4")
+        packed = packed_weights(model, layout.expert_ranks, layout.tensor_ranks)
         found.append(
             f"the engine keeps the base in {ENGINE_BITS} bits: {held / 1e9:,.0f} GB on each GPU instead of {packed / 1e9:,.0f} GB packed, "
             f"of {gpu.memory_gb:g} GB"
@@ -54,7 +54,23 @@ def keeps_packed(profile: NumericsProfile) -> bool:
     return profile.activations != Format.FP32
 
 
-def held_weights(model: Model, expert_ranks: int = 1) -> float:
+def held_weights(model: Model, expert_ranks: int = 1, tensor_ranks: int = 1) -> float:
     """Bytes of a base that is not kept packed, on each engine GPU: every matrix in `ENGINE_BITS`, the embedding in 16 bits."""
-    rest = model.projection_parameters + model.moe_layers * model.experts * model.hidden + model.vocabulary * model.hidden
-    return (model.expert_parameters / expert_ranks + rest) * ENGINE_BITS / 8 + model.vocabulary * model.hidden * 2
+    split = model.projection_parameters - _indexer(model) + model.vocabulary * model.hidden
+    parameters = model.expert_parameters / expert_ranks + split / tensor_ranks + _indexer(model) + _router(model)
+    return parameters * ENGINE_BITS / 8 + model.vocabulary * model.hidden * 2 / tensor_ranks
+
+
+def packed_weights(model: Model, expert_ranks: int = 1, tensor_ranks: int = 1) -> float:
+    """Bytes of a packed base on each engine GPU: experts are split over `expert_ranks`, all else but indexer and router over the others."""
+    whole = _indexer(model) * BITS["mxfp8"] / 8 + _router(model) * 4 if tensor_ranks > 1 else 0.0
+    return model.expert_bytes("nvfp4") / expert_ranks + (model.other_bytes("nvfp4") - whole) / tensor_ranks + whole
+
+
+def _indexer(model: Model) -> int:
+    """Parameters of the indexers: index queries and one index key."""
+    return model.moe_layers * (model.sparse.index_heads + 1) * model.sparse.index_dim * model.hidden if model.sparse else 0
+
+
+def _router(model: Model) -> int:
+    return model.moe_layers * model.experts * model.hidden

@@ -145,6 +145,10 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:400]
 
 
+OUTSIDE = ("trainer", "wire", "transport")
+"""Seams of faults that lie outside of the engine's processes."""
+
+
 class _Refused(Exception):
     """Nothing could be checked. The message is one line."""
 
@@ -173,6 +177,12 @@ def _report(
     fault = CATALOGUE.get(inject) if inject else None
     if inject and fault is None:
         raise _Refused(f"there is no fault {inject!r}; --list-faults lists them")
+    ranks = verl.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if fault is not None and ranks > 1 and fault.seam not in OUTSIDE:
+        raise _Refused(
+            f"fault {fault.name} changes the engine in its own process, which tensor_model_parallel_size={ranks} makes several of: "
+            "inject it with tensor_model_parallel_size=1"
+        )
     names = suite.names_of(which)
     if only:
         unknown = [n for n in only if n not in names]

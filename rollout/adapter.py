@@ -3,7 +3,8 @@
 A training job sends tensors (`load_path`, `load_shared`); a server takes the PEFT folder of a run (`load_folder`), by vLLM's own
 `--lora-modules`. `load` copies the received tensors into a slot of the engine's own buffers; `held` reads the same slot back, by walking
 the layers that multiply with it, to the names, shapes and dtype of the wire. The digests of what was read back are the answer to the
-trainer, which compares them with the digests of what it sent.
+trainer, which compares them with the digests of what it sent. Whole tensors come to every rank of a replica, and each keeps and
+answers for its part of them (`quant.ranks`).
 
 The engine's buffers are in the compute dtype (fp32 on a CPU, where a bf16 buffer would be converted in every call). Every bf16 value
 is exact there; `held` refuses to answer when a cast back is not.
@@ -12,6 +13,7 @@ is exact there; `held` refuses to answer when a cast back is not.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from vllm.lora.request import LoRARequest
 
 from samebits.quant.adapter import PREFIX, AdapterError, Manifest, load_peft, peft_metadata
 from samebits.quant.profile import NumericsProfile, require_same
+from samebits.quant.ranks import Part
 
-from .ipc import CUDA, FlatLayout, Handles, open_text
+from .ipc import CUDA, FlatLayout, Handles, open_own
 from .slots import IN_MEMORY, AdapterSlots
 
 
@@ -55,19 +58,25 @@ def _views(model: Any, slot: int) -> dict[str, Tensor]:
     }
 
 
+def _parts(model: Any) -> dict[str, Part]:
+    """Tensor name to the part of it that this rank holds."""
+    return model.group.ranks.adapter(model.group.rank, _slots(model).spec.shapes())
+
+
 def load(model: Any, tensors: Mapping[str, Tensor], version: int) -> None:
-    """Copy an adapter into a slot under `version`; nothing received is changed.
+    """Copy an adapter, of which whole tensors are given, into a slot under `version`; nothing received is changed.
 
     Raises `AdapterError`: a tensor is missing, unknown or of another shape or dtype; the version is resident already; a layer of the
     engine would be left without its pair. The engine's slots are unchanged then.
     """
     slots = _slots(model)
     slots.spec.check(tensors)
-    odd = sorted(_views(model, 0).keys() ^ tensors.keys())
+    parts, views = _parts(model), _views(model, 0)
+    odd = sorted(views.keys() ^ parts.keys()) or [n for n, v in views.items() if tuple(v.shape) != parts[n].shape(tensors[n].shape)]
     if odd:
         raise AdapterError(f"engine and adapter disagree on {len(odd)} tensors, the first is {odd[0]}")
     for name, view in _views(model, slots.occupy(adapter_id(version))).items():
-        view.copy_(tensors[name])
+        view.copy_(parts[name].of(tensors[name]))
 
 
 def load_path(model: Any, path: str, version: int) -> None:
@@ -77,14 +86,14 @@ def load_path(model: Any, path: str, version: int) -> None:
     load(model, load_file(path), version)
 
 
-def load_shared(model: Any, text: str, sent: Manifest, handles: Handles = CUDA) -> None:
-    """`load` from a buffer of another process on the engine's device (see `ipc`), which is closed again when this returns.
+def load_shared(model: Any, texts: str, sent: Manifest, handles: Handles = CUDA) -> None:
+    """`load` from that buffer of `texts`, of other processes, which is on this rank's device (see `ipc`); it is closed afterwards.
 
     Raises `NotShareable` when it cannot be opened, `AdapterError` when it is not laid out as the manifest says.
     """
     slots = _slots(model)
     layout = FlatLayout.of(sent.digests, slots.spec.shapes(), getattr(torch, slots.spec.dtype))
-    load(model, layout.views(open_text(text, slots.device, handles)), sent.version)
+    load(model, layout.views(open_own(texts, slots.device, handles)), sent.version)
     if slots.device.type == "cuda":
         torch.cuda.current_stream(slots.device).synchronize()  # the sender may free the buffer when it has our answer
 
@@ -101,7 +110,7 @@ def load_folder(model: Any, folder: Path, version: int) -> None:
     if None not in slots.occupants:
         raise AdapterError(f"{folder}: all {len(slots.occupants)} adapter slots are taken")
     load(model, tensors, version)
-    Manifest.of(tensors, version, profile).require(held(model, version), str(folder))
+    Manifest.of(tensors, version, profile, world=model.group.world).require(held(model, version), str(folder))
 
 
 def folder_profile(folder: Path, profile: NumericsProfile) -> str:
@@ -134,4 +143,5 @@ def held_tensors(model: Any, version: int) -> dict[str, Tensor]:
 
 def held(model: Any, version: int) -> Manifest:
     """Manifest of what the engine holds for `version`, read from its own buffers. Raises `AdapterError` when it holds none."""
-    return Manifest.of(held_tensors(model, version), version, model.settings.profile.hash)
+    read = Manifest.of(held_tensors(model, version), version, model.settings.profile.hash)
+    return replace(read, rank=model.group.rank, world=model.group.world)

@@ -2,6 +2,8 @@
 
 Attention over the cache is `pages.PageCache` where the kernels of `kernels.msa_ops` compute it, and `paged.PagedCache` elsewhere. The
 kernels norm, rotate and write in one pass over the projection's output; in torch these are operations of their own.
+
+On a replica of several ranks each has some KV heads and the query heads that go with them. Blocks are chosen for all of them everywhere.
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CacheConfig, get_current_vllm_config
-from vllm.model_executor.layers.linear import MinimaxM3QKVParallelLinearWithIndexer, QKVParallelLinear, RowParallelLinear
+from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
 from samebits.kernels.msa_ops import BLOCK, DIM, HEADS_A_GROUP, Norms
@@ -19,6 +20,8 @@ from samebits.kernels.norm import gemma_rms_norm
 from samebits.kernels.rope import apply_rope
 from samebits.kernels.taps import tap
 
+from .group import Group
+from .layers import Projection
 from .paged import PAGE, PagedCache
 from .pages import PageCache
 from .settings import EngineSettings
@@ -53,42 +56,34 @@ class HeadNorm(nn.Module):
 class Attention(nn.Module):
     """Attention of one layer: one fused projection, norm and rotation by head, paged attention, output projection."""
 
-    def __init__(self, config: Any, settings: EngineSettings, cache: CacheConfig, quant: Any, sparse: bool, prefix: str) -> None:
+    def __init__(self, config: Any, settings: EngineSettings, group: Group, sparse: bool, prefix: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        h = config.hidden_size
-        options = {"bias": False, "quant_config": quant, "prefix": f"{prefix}.qkv_proj"}
-        q, k = self.heads * self.dim, self.kv_heads * self.dim
-        slices = [("q_proj", q, "q"), ("k_proj", k, "k"), ("v_proj", k, "v")]
+        self.dim, self.group = config.head_dim, group
+        h, q, k = config.hidden_size, config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
+        slices = [("q_proj", q), ("k_proj", k), ("v_proj", k)]
         if sparse:
             c = config.sparse_attention_config
             index_heads, index_dim = c["sparse_num_index_heads"], c["sparse_index_dim"]
-            if index_heads != self.kv_heads or index_dim != self.dim:
+            if index_heads != config.num_key_value_heads or index_dim != self.dim:
                 raise ValueError(f"{prefix}: the indexer must have the KV heads' count and size")
-            self.qkv_proj = MinimaxM3QKVParallelLinearWithIndexer(h, self.dim, self.heads, self.kv_heads, index_heads, index_dim, **options)
-            slices += [("index_q_proj", index_heads * index_dim, "index_q"), ("index_k_proj", index_dim, "index_k")]
+            slices += [("index_q_proj", index_heads * index_dim), ("index_k_proj", index_dim)]
             self.index_q_norm = HeadNorm(index_dim, config.rms_norm_eps)
             self.index_k_norm = HeadNorm(index_dim, config.rms_norm_eps)
-        else:
-            self.qkv_proj = QKVParallelLinear(h, self.dim, self.heads, self.kv_heads, **options)
-        self.qkv_proj.slices = [(f"{prefix}.{name}", rows, shard) for name, rows, shard in slices]
-        self.sizes = [rows for _, rows, _ in slices]
-        self.o_proj = RowParallelLinear(q, h, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj")
-        self.o_proj.slices = [(f"{prefix}.o_proj", h, None)]
+        self.qkv_proj = Projection(h, [(f"{prefix}.{name}", rows) for name, rows in slices], group, f"{prefix}.qkv_proj")
+        self.o_proj = Projection(q, [(f"{prefix}.o_proj", h)], group, f"{prefix}.o_proj")
         self.q_norm = HeadNorm(self.dim, config.rms_norm_eps)
         self.k_norm = HeadNorm(self.dim, config.rms_norm_eps)
         self.kernels = kernels_attend(config, get_current_vllm_config().model_config.dtype)
-        self.attn = (PageCache if self.kernels else PagedCache)(config, settings, sparse, f"{prefix}.attn")
+        self.attn = (PageCache if self.kernels else PagedCache)(config, settings, sparse, f"{prefix}.attn", group)
         self.prefix = prefix
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [T, hidden] to [T, hidden]."""
-        qkv, _ = self.qkv_proj(x)
-        parts = [part.unflatten(-1, (-1, self.dim)) for part in qkv.split(self.sizes, dim=-1)]
+        parts = [part.unflatten(-1, (-1, self.dim)) for part in self.qkv_proj(x).split(self.qkv_proj.sizes, dim=-1)]
         attended = self.attn.run(parts, self._norms(), rotation.table) if self.kernels else self._in_torch(*parts, rows=rotation.rows)
-        attended = attended.flatten(1)
+        attended = self.group.gather(attended.flatten(1))
         tap(f"{self.prefix}.attention", attended)
-        out, _ = self.o_proj(attended)
+        out = self.group.gather(self.o_proj(attended))
         tap(f"{self.prefix}.o_proj", out)
         return out
 

@@ -4,9 +4,12 @@ The sender lays all tensors into one buffer on its device, in the order of the m
 receiver opens it, copies each tensor into the slot of the next version and lets go; the sender keeps the buffer until it has the answer.
 Nothing about the proof changes: digests are taken of what the trainer exported and of what the slots hold afterwards.
 
-Both must be on one device, told by its UUID since each process numbers its devices by itself. torch shares memory that cudaMalloc gave.
-For memory in an expandable segment it has another way, which its own tests skip for open faults (its issues 179220, 189879 and 190860),
-so that is refused here. verl switches expandable segments off before each sync and on again after it. Whoever is refused sends a file.
+Both must be on one device, told by its UUID since each process numbers its devices by itself. To a replica of several ranks, each of
+the trainer's ranks on its GPUs gives a buffer with the whole adapter, and an engine rank opens the one on its own GPU.
+
+torch shares memory that cudaMalloc gave. For memory in an expandable segment it has another way, which its own tests skip for open
+faults (its issues 179220, 189879 and 190860), so that is refused here. verl switches expandable segments off before each sync and on
+again after it. Whoever is refused sends a file.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
@@ -122,6 +126,24 @@ class CudaHandles:
 CUDA = CudaHandles()
 
 
+class Peers:
+    """The trainer's ranks on the GPUs of one engine replica: neighbours in the trainer's group, with a group of their own.
+
+    What the ranks of one replica exchange, and how often, is no matter to those of another.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """All ranks of the trainer construct it. `ranks`: of a replica."""
+        self.ranks = ranks
+        self.group, _ = dist.new_subgroups(ranks, backend="gloo")
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What each rank of this replica gives, in order."""
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+
 def shared_text(flat: Tensor, handles: Handles = CUDA) -> str:
     """`flat` as a text that another process on its device opens with `open_text`. Raises `NotShareable`."""
     uuid = handles.uuid(flat.device)
@@ -130,12 +152,27 @@ def shared_text(flat: Tensor, handles: Handles = CUDA) -> str:
     return base64.b64encode(pickle.dumps((uuid, handles.share(flat)))).decode()
 
 
-def open_text(text: str, device: torch.device, handles: Handles = CUDA) -> Tensor:
-    """The buffer that `shared_text` named. Raises `NotShareable`: another device, or a handle that cannot be opened."""
+SEPARATOR = "\n"
+"""Between the texts of several buffers, one on each GPU of a replica."""
+
+
+def open_own(texts: str, device: torch.device, handles: Handles = CUDA) -> Tensor:
+    """The buffer on `device` among those that `texts` name. Raises `NotShareable`, where there is none as `open_text` of the first."""
+    here, several = handles.uuid(device), texts.split(SEPARATOR)
+    return open_text(next((text for text in several if _read(text)[0] == here), several[0]), device, handles)
+
+
+def _read(text: str) -> tuple[str | None, Any]:
     try:
         uuid, handle = pickle.loads(base64.b64decode(text, validate=True))
     except Exception as error:  # whatever a broken text makes pickle raise
         raise NotShareable(f"the handle cannot be read ({type(error).__name__})") from None
+    return uuid, handle
+
+
+def open_text(text: str, device: torch.device, handles: Handles = CUDA) -> Tensor:
+    """The buffer that `shared_text` named. Raises `NotShareable`: another device, or a handle that cannot be opened."""
+    uuid, handle = _read(text)
     here = handles.uuid(device)
     if uuid != here:
         raise NotShareable(f"the trainer's memory is on device {uuid}, the engine's on {here}")

@@ -1,8 +1,11 @@
 """MiniMax-M3's text model for vLLM, out of samebits operations.
 
-vLLM brings the scheduler, the paged cache, the sampler and its parallel linear layers with their weight loading; every product,
-norm, rotation, routing decision and activation is an operation of `kernels`, the same that the trainer calls. Left out of upstream's
-model: fusions of norm and all-reduce, fp8 queries and caches, pipeline stages, the vision tower, multi-token prediction.
+vLLM brings the scheduler, the paged cache, the sampler and the groups of processes; every product, norm, rotation, routing decision and
+activation is an operation of `kernels`, the same that the trainer calls. Left out of upstream's model: fusions of norm and all-reduce, fp8
+queries and caches, pipeline stages, the vision tower, multi-token prediction.
+
+On a replica of several ranks every rank has all tokens and a part of each large weight (`quant.ranks`). Outputs are gathered as soon as
+the next operation needs all of them, and no sum is split, so that every rank has the bits of a replica of one.
 """
 
 from __future__ import annotations
@@ -13,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
 from samebits.kernels.activation import SwiGLU, swiglu_oai
+from samebits.kernels.expert_tiles import takes_tiles
 from samebits.kernels.linear import LoRA, frozen_linear
 from samebits.kernels.linear_tiles import MXFP8Tiles
-from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, moe_with_shared
+from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, mlp_activation, moe_with_shared
 from samebits.kernels.moe import moe, route_topk
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import rope_table
@@ -29,8 +31,11 @@ from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefix
 
 from . import settings as engine_settings
 from .attention import Attention, Rotation
+from .group import Group
+from .layers import Embedding, Head, Projection
 from .quantization import MXFP8Linear, NVFP4Experts
 from .slots import AdapterSlots, ExpertsAdapter, ProjectionAdapter
+from .spread import SpreadExperts
 
 
 class Norm(nn.Module):
@@ -60,26 +65,26 @@ class MLPOnTiles(NamedTuple):
 class MLP(nn.Module):
     """SwiGLU-OAI network: the dense layers' and the shared expert's."""
 
-    def __init__(self, config: Any, intermediate: int, quant: Any, prefix: str) -> None:
+    def __init__(self, config: Any, intermediate: int, group: Group, prefix: str) -> None:
         super().__init__()
-        h = config.hidden_size
-        options = {"bias": False, "quant_config": quant}
-        self.gate_up_proj = MergedColumnParallelLinear(h, [intermediate] * 2, prefix=f"{prefix}.gate_up_proj", **options)
-        self.gate_up_proj.slices = [(f"{prefix}.gate_proj", intermediate, 0), (f"{prefix}.up_proj", intermediate, 1)]
-        self.down_proj = RowParallelLinear(intermediate, h, prefix=f"{prefix}.down_proj", **options)
-        self.down_proj.slices = [(f"{prefix}.down_proj", h, None)]
+        h, halves = config.hidden_size, [(f"{prefix}.{name}", intermediate) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = Projection(h, halves, group, f"{prefix}.gate_up_proj")
+        self.down_proj = Projection(intermediate, [(f"{prefix}.down_proj", h)], group, f"{prefix}.down_proj")
         self.activation = _activation(config)
-        self.prefix = prefix
+        self.group, self.prefix = group, prefix
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        if self.gate_up_proj.tiles is not None:
+        if self.gate_up_proj.tiles is None:
+            activated = swiglu_oai(self.gate_up_proj(x), self.activation).to(x.dtype)
+        else:
             weights = self.on_tiles(x.shape[0])
-            return mlp(x, weights.gate_up, weights.down, self.activation, weights.lora, weights.adapter_ids, point=f"{self.prefix}.")
-        gate_up, _ = self.gate_up_proj(x)
-        activated = swiglu_oai(gate_up, self.activation).to(x.dtype)
+            if self.group.world == 1:
+                return mlp(x, weights.gate_up, weights.down, self.activation, weights.lora, weights.adapter_ids, point=f"{self.prefix}.")
+            activated = mlp_activation(x, weights.gate_up, self.activation, weights.lora, weights.adapter_ids)
+        activated = self.group.gather(activated)
         tap(f"{self.prefix}.activation", activated)
-        out, _ = self.down_proj(activated)
+        out = self.group.gather(self.down_proj(activated))
         tap(f"{self.prefix}.down_proj", out)
         return out
 
@@ -108,21 +113,30 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer."""
+    """The routed experts of a layer that are on this rank."""
 
-    def __init__(self, config: Any, prefix: str) -> None:
+    def __init__(self, config: Any, group: Group, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
-        self.count, self.hidden, self.intermediate = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
+        self.first, self.end = group.experts
+        self.spread: SpreadExperts | None = None
+        """Of a replica of several ranks."""
         self.activation = _activation(config)
         self.adapter: ExpertsAdapter | None = None
         self.quant_method = NVFP4Experts()
         self.quant_method.create_weights(self, self.count, self.hidden, self.intermediate, get_current_vllm_config().model_config.dtype)
 
+    @property
+    def count(self) -> int:
+        """How many are here."""
+        return self.end - self.first
+
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], ids and weights [T, k] to [T, hidden]."""
+        """x [T, hidden], ids and weights [T, k] to [T, hidden], of all experts."""
         lora, adapter_ids = (None, None) if self.adapter is None else self.adapter.select(x.shape[0])
-        return moe(x, self.w13, self.w2, ids, weights, self.activation, lora, adapter_ids)
+        run = moe if self.spread is None else self.spread
+        return run(x, self.w13, self.w2, ids, weights, self.activation, lora, adapter_ids)
 
 
 class MoE(nn.Module):
@@ -132,16 +146,16 @@ class MoE(nn.Module):
     `capture_fn` and gets the chosen ids [T, k] of each step.
     """
 
-    def __init__(self, config: Any, layer: int, quant: Any, prefix: str) -> None:
+    def __init__(self, config: Any, layer: int, group: Group, prefix: str) -> None:
         super().__init__()
         self.layer_id = layer
         self.capture_fn: Callable[[Tensor], None] | None = None
         self.top_k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
         self.gate = Gate(config.hidden_size, config.num_local_experts)
         self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_local_experts, dtype=torch.float32), requires_grad=False)
-        self.experts = Experts(config, f"{prefix}.experts")
+        self.experts = Experts(config, group, f"{prefix}.experts")
         shared = config.intermediate_size * config.n_shared_experts
-        self.shared_experts = MLP(config, shared, quant, f"{prefix}.shared_experts")
+        self.shared_experts = MLP(config, shared, group, f"{prefix}.shared_experts")
         self.prefix = prefix
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +166,7 @@ class MoE(nn.Module):
             self.capture_fn(ids)
         for name, value in (("gate", logits), ("ids", ids), ("weights", weights)):
             tap(f"{self.prefix}.{name}", value)
-        if self.shared_experts.gate_up_proj.tiles is not None:
+        if self.shared_experts.gate_up_proj.tiles is not None and self.experts.spread is None:
             return self._on_tiles(x, ids, weights)
         routed = self.experts(x, ids, weights)
         tap(f"{self.prefix}.experts", routed)
@@ -178,16 +192,15 @@ class MoE(nn.Module):
 class Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, vllm_config: VllmConfig, settings: engine_settings.EngineSettings, index: int, prefix: str) -> None:
+    def __init__(self, config: Any, settings: engine_settings.EngineSettings, group: Group, index: int, prefix: str) -> None:
         super().__init__()
-        config, quant = vllm_config.model_config.hf_text_config, vllm_config.quant_config
         sparse = bool(config.sparse_attention_config["sparse_attention_freq"][index])
-        self.self_attn = Attention(config, settings, vllm_config.cache_config, quant, sparse, f"{prefix}.self_attn")
+        self.self_attn = Attention(config, settings, group, sparse, f"{prefix}.self_attn")
         self.is_moe = bool(config.moe_layer_freq[index])
         if self.is_moe:
-            self.block_sparse_moe = MoE(config, index, quant, f"{prefix}.block_sparse_moe")
+            self.block_sparse_moe = MoE(config, index, group, f"{prefix}.block_sparse_moe")
         else:
-            self.mlp = MLP(config, config.dense_intermediate_size, quant, f"{prefix}.mlp")
+            self.mlp = MLP(config, config.dense_intermediate_size, group, f"{prefix}.mlp")
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.prefix = prefix
@@ -205,13 +218,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, vllm_config: VllmConfig, settings: engine_settings.EngineSettings, prefix: str) -> None:
+    def __init__(self, vllm_config: VllmConfig, settings: engine_settings.EngineSettings, group: Group, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix=f"{prefix}.embed_tokens"
-        )
-        self.layers = nn.ModuleList(Layer(vllm_config, settings, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
+        self.layers = nn.ModuleList(Layer(config, settings, group, i, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         rotary = int(config.head_dim * config.partial_rotary_factor)
         cos, sin = rope_table(vllm_config.model_config.max_model_len, rotary, config.rope_theta)
@@ -239,19 +250,27 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         engine_settings.serving = True
         config = vllm_config.model_config.hf_text_config
         self.config = config
-        self.model = Model(vllm_config, self.settings, f"{prefix}.model" if prefix else "model")
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config, prefix="lm_head")
-        self.lm_head.adapter = self.model.embed_tokens.adapter = None
-        for layer in self._projections():
-            layer.adapter = None
+        self.group = Group.of_engine(config.num_local_experts)
+        self.model = Model(vllm_config, self.settings, self.group, f"{prefix}.model" if prefix else "model")
+        self.lm_head = Head(config.vocab_size, config.hidden_size, self.group)
+        if self.group.world > 1:
+            self._spread_experts(vllm_config)
         self._forbidden: Tensor | None = None
 
-    def _projections(self) -> Iterator[nn.Module]:
-        return (m for m in self.modules() if hasattr(m, "slices"))
+    def _spread_experts(self, vllm_config: VllmConfig) -> None:
+        dtype, device = vllm_config.model_config.dtype, self.lm_head.weight.device
+        tokens, top_k = vllm_config.scheduler_config.max_num_batched_tokens, self.config.num_experts_per_tok
+        spread = SpreadExperts(self.group, top_k, self.config.hidden_size, tokens, device.type == "cuda" and takes_tiles(device, dtype))
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.spread = spread
+
+    def _projections(self) -> Iterator[Projection]:
+        return (m for m in self.modules() if isinstance(m, Projection))
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Rows of the embedding [T, hidden]."""
-        return self.model.embed_tokens(input_ids)
+        return self.group.gather(self.model.embed_tokens(input_ids))
 
     def forward(
         self,
@@ -266,7 +285,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """fp32 logits [T, vocabulary]; -inf for tokens that must not be sampled."""
-        logits = self.lm_head.quant_method.apply(self.lm_head, hidden_states)[:, : self.config.vocab_size]
+        logits = self.group.gather(self.lm_head(hidden_states))[:, : self.config.vocab_size]
         if self._forbidden is not None:
             logits = logits.index_fill(-1, self._forbidden, float("-inf"))
         return logits
@@ -278,7 +297,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a samebits checkpoint. Raises `ValueError` on a tensor that is unknown, missing or of another shape or dtype."""
-        projections = {path: (m, shard) for m in self._projections() for path, _, shard in m.slices}
+        projections = {one.path: (m, i) for m in self._projections() for i, one in enumerate(m.slices)}
         expected, filled = self._expected(projections), set()
         for name, tensor in weights:
             if strip_prefixes(name).startswith(NOT_TEXT):
@@ -293,34 +312,39 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
             raise ValueError(f"checkpoint lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
         return {name for name, _ in self.named_parameters()}
 
-    def _load(self, path: str, leaf: str, tensor: Tensor, projections: dict) -> None:
-        experts, _, which = path.rpartition(".experts.")
+    def _load(self, path: str, leaf: str, tensor: Tensor, projections: dict[str, tuple[Projection, int]]) -> None:
+        """Copy this rank's part of a tensor, all of which must fit."""
+        name, (experts, _, which) = f"{path}.{leaf}", path.rpartition(".experts.")
         if path in projections:
-            layer, shard = projections[path]
-            param = getattr(layer, leaf)
-            _require(f"{path}.{leaf}", tensor, param.dtype)
-            param.weight_loader(param, tensor) if shard is None else param.weight_loader(param, tensor, shard)
+            layer, index = projections[path]
+            one, target = layer.slices[index], layer.target(index, leaf)
+            _require(name, tensor, target.dtype, torch.Size((one.whole, *target.shape[1:])))
+            target.copy_(one.part.of(tensor))
         elif experts:
-            expert, which = which.split(".")
-            target = NVFP4Experts.target(self.get_submodule(f"{experts}.experts"), leaf, int(expert), which)
-            _require(f"{path}.{leaf}", tensor, target.dtype, target.shape)
-            target.copy_(tensor)
+            layer, (expert, which) = self.get_submodule(f"{experts}.experts"), which.split(".")
+            here = layer.first <= int(expert) < layer.end
+            target = NVFP4Experts.target(layer, leaf, int(expert) - layer.first if here else 0, which)
+            _require(name, tensor, target.dtype, target.shape)
+            if here:
+                target.copy_(tensor)
+        elif path in ("lm_head", "model.embed_tokens"):
+            layer = self.get_submodule(path)
+            _require(name, tensor, None, torch.Size((self.config.vocab_size, self.config.hidden_size)))
+            (layer.held if path == "lm_head" else layer.weight.data).copy_(layer.part.of(tensor))
         else:
             param = self.get_submodule(path).get_parameter(leaf)
-            if path in ("lm_head", "model.embed_tokens"):
-                param.weight_loader(param, tensor)
-                return
-            _require(f"{path}.{leaf}", tensor, None, param.shape)
+            _require(name, tensor, None, param.shape)
             param.data.copy_(tensor)
 
     def _expected(self, projections: dict) -> set[str]:
-        """Every tensor that a checkpoint must hold."""
+        """Every tensor that a checkpoint must hold, whichever rank has it."""
         names = {f"{path}.{leaf}" for path in projections for leaf in ("weight", "weight_scale")}
         leaves = ("weight", "weight_scale", "weight_scale_2")
         for prefix, module in self.named_modules():
             if isinstance(module, Experts):
-                names |= {f"{prefix}.{e}.{w}.{leaf}" for e in range(module.count) for w in ("w1", "w2", "w3") for leaf in leaves}
-            elif not hasattr(module, "slices"):
+                experts = range(self.config.num_local_experts)
+                names |= {f"{prefix}.{e}.{w}.{leaf}" for e in experts for w in ("w1", "w2", "w3") for leaf in leaves}
+            elif not isinstance(module, Projection):
                 names |= {f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)}
         return names
 
@@ -328,31 +352,32 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         """Create the LoRA buffers of every adapted layer."""
         roles = set(slots.spec.roles)
         for layer in self._projections():
-            slices = [(path, rows, module_id(path).role in roles) for path, rows, _ in layer.slices]
+            slices = [(one.path, one.rows, module_id(one.path).role in roles) for one in layer.slices]
             if any(adapted for _, _, adapted in slices):
                 layer.adapter = ProjectionAdapter(slots, slices, layer.inputs, stacked=layer.tiles is not None and len(slices) > 2)
         adapted = {MODULE_PATHS[r][-2:] for r in roles if "experts.{e}" in MODULE_PATHS[r]}
         for path, module in self.named_modules():
             if isinstance(module, Experts) and adapted:
-                module.adapter = ExpertsAdapter(slots, path, module.count, module.hidden, module.intermediate, adapted)
+                module.adapter = ExpertsAdapter(slots, path, module.count, module.hidden, module.intermediate, adapted, module.first)
 
     def adapters(self) -> Iterator[ProjectionAdapter | ExpertsAdapter]:
         """The adapters of all layers, in the order of the model."""
         return (m.adapter for m in self.modules() if getattr(m, "adapter", None) is not None)
 
     def base_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint path and value of every frozen weight, as it is multiplied: [N, K], vectors [N], no vocabulary padding."""
+        """Checkpoint path and value of every frozen weight, as it is multiplied, of which this rank holds a part: that part."""
         for path, module in self.named_modules():
-            if hasattr(module, "slices"):
-                parts = MXFP8Linear.value(module).split([rows for _, rows, _ in module.slices])
-                yield from zip((p for p, _, _ in module.slices), parts, strict=True)
+            if isinstance(module, Projection):
+                parts = MXFP8Linear.value(module).split(module.sizes)
+                yield from zip((one.path for one in module.slices), parts, strict=True)
             elif isinstance(module, Experts):
                 for e in range(module.count):
                     w13, w2 = NVFP4Experts.values(module, e)
-                    w1, w3 = w13.chunk(2)
-                    yield from ((f"{path}.{e}.w1", w1), (f"{path}.{e}.w2", w2), (f"{path}.{e}.w3", w3))
-            elif isinstance(module, VocabParallelEmbedding):
-                yield path, module.weight[: self.config.vocab_size]
+                    (w1, w3), expert = w13.chunk(2), f"{path}.{module.first + e}"
+                    yield from ((f"{expert}.w1", w1), (f"{expert}.w2", w2), (f"{expert}.w3", w3))
+            elif isinstance(module, Head):
+                if len(module.held):
+                    yield path, module.held
             else:
                 for name, param in module.named_parameters(recurse=False):
                     yield path if name == "weight" else f"{path}.{name}", param

@@ -43,6 +43,7 @@ from samebits.kernels.msa import SparseConfig, all_blocks, attend, select_blocks
 from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 
+from .group import ALONE, Group
 from .index_split import ranks_of
 from .settings import PAGE, EngineSettings
 
@@ -187,9 +188,14 @@ class PagedBackend(AttentionBackend):
 class PagedCache(nn.Module, AttentionLayerBase):
     """The cache of one layer, and attention over it."""
 
-    def __init__(self, config: Any, settings: EngineSettings, sparse: bool, prefix: str) -> None:
+    own = slice(None)
+    """This rank's KV heads among all."""
+
+    def __init__(self, config: Any, settings: EngineSettings, sparse: bool, prefix: str, group: Group = ALONE) -> None:
         super().__init__()
-        self.num_heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.kv_heads, self.dim = config.num_key_value_heads // group.world, config.head_dim
+        self.num_heads = config.num_attention_heads // group.world
+        self.own = slice(group.rank * self.kv_heads, (group.rank + 1) * self.kv_heads)
         self.packed = settings.packed_kv
         self.scale = self.dim**-0.5
         self.sparse = sparse_config(config) if sparse else None
@@ -259,7 +265,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
         """Write the step's tokens and attend.
 
         Args:
-            q: [T, H, D]. k, v: [T, G, D]. index_q: [T, G, D], index_k: [T, 1, D] in sparse layers.
+            q: [T, H, D]. k, v: [T, G, D]. index_q: [T, all G, D], index_k: [T, 1, D] in sparse layers.
         Returns:
             [T, H, D]; zeros in vLLM's profiling runs, which have no cache.
         """
@@ -278,7 +284,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
             q, index_q = kv.round_e4m3(q), None if index_q is None else kv.round_e4m3(index_q)
         chosen = None
         if self.sparse is not None and recording(f"{layer}.blocks"):
-            chosen = torch.full((n, g, self.sparse.topk), -1, dtype=torch.int32, device=q.device)
+            chosen = torch.full((n, index_q.shape[1], self.sparse.topk), -1, dtype=torch.int32, device=q.device)
         for bucket in step.buckets:
             where = torch.arange(n, device=q.device)[:, None] if bucket.query is None else bucket.query
             queries = q[:n, None] if bucket.query is None else q[where]
@@ -290,6 +296,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
                 block = self.sparse.block
             if chosen is not None:
                 self._note_choice(chosen, blocks, bucket, where)
+            blocks = None if blocks is None else blocks[:, :, self.own]
             # K and V are gathered head by head, so that the products below read them where they are. They are finite: a padded
             # key is the first key of its own sequence.
             k_all, v_all = (self._read(keys, first, g, self.rounded) for first in (0, g))
@@ -311,9 +318,9 @@ class PagedCache(nn.Module, AttentionLayerBase):
         return split_select_blocks(index_q, self._read(own, 2 * self.kv_heads, 1, self.rounded).squeeze(2), q_pos, self.sparse, ranks)
 
     def _note_choice(self, chosen: Tensor, blocks: Tensor | None, bucket: Bucket, where: Tensor) -> None:
-        """Put a bucket's block choices into `chosen` [T, G, topk], for a recorder."""
+        """Put a bucket's block choices into `chosen` [T, all G, topk], for a recorder."""
         if blocks is None:
-            blocks = all_blocks(bucket.keys.shape[1], bucket.q_pos, self.sparse)[:, :, None].expand(-1, -1, self.kv_heads, -1)
+            blocks = all_blocks(bucket.keys.shape[1], bucket.q_pos, self.sparse)[:, :, None].expand(-1, -1, chosen.shape[1], -1)
         inside = bucket.q_pos >= 0
         chosen[where[inside]] = blocks[inside]
 

@@ -170,7 +170,7 @@ class PageCache(PagedCache):
         """Norm and rotate the step's heads, write keys and values, attend.
 
         Args:
-            parts: q [T, H, D], k and v [T, G, D] and in sparse layers index_q [T, G, D] and index_k [T, 1, D], as the projection gave
+            parts: q [T, H, D], k and v [T, G, D] and in sparse layers index_q [T, all G, D] and index_k [T, 1, D], as the projection gave
                 them. table: cos and sin of all positions.
         Returns:
             [T, H, D]; zeros in vLLM's profiling runs, which have no cache, and for padding.
@@ -195,7 +195,7 @@ class PageCache(PagedCache):
             chosen = self._choose(index_q, step)
             if recording(f"{layer}.blocks"):
                 tap(f"{layer}.blocks", chosen)
-            out = sparse_attention(q, cache, chosen, step.batch, self.scale, rounded=self.rounded)
+            out = sparse_attention(q, cache, chosen[:, self.own].contiguous(), step.batch, self.scale, rounded=self.rounded)
         if n < parts[0].shape[0]:
             out = torch.cat((out, out.new_zeros(parts[0].shape[0] - n, *out.shape[1:])))
         return out

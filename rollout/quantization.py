@@ -1,7 +1,7 @@
-"""Quantized layers of the engine: how samebits checkpoints are loaded and multiplied inside vLLM's own linear layers.
+"""Quantized weights of the engine: what parameters hold while a samebits checkpoint is loaded, and what is multiplied afterwards.
 
-`SamebitsConfig` takes over the ModelOpt MIXED_PRECISION checkpoints that samebits writes. Its methods load the packed bytes through
-vLLM's weight loaders. What happens to them after loading depends on who multiplies:
+`SamebitsConfig` takes over the ModelOpt MIXED_PRECISION checkpoints that samebits writes. The model copies the packed bytes into the
+parameters made here, a rank's part of them. vLLM calls `process_weights_after_loading` then, and what happens depends on who multiplies:
 
 **Kernels** (CUDA, bf16 activations): the bytes stay packed, in the order in which the Triton kernels read them (`expert_tiles`,
 `linear_tiles`), and are decoded in registers.
@@ -19,14 +19,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.utils import set_weight_attrs
-from vllm.platforms import current_platform
 
 from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of, pack_experts, takes_tiles
 from samebits.kernels.linear import frozen_linear, lora_linear
@@ -38,10 +33,8 @@ from samebits.quant.nvfp4 import NVFP4Tensor
 NAME = "samebits"
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, **attrs: Any) -> nn.Parameter:
-    p = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    set_weight_attrs(p, attrs)
-    return p
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def _frozen(values: Tensor) -> nn.Parameter:
@@ -61,12 +54,11 @@ class MXFP8Linear(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Packed weight [N, K] and exponents [N, K/32] of the layer's shard."""
+        """Packed weight [N, K] and exponents [N, K/32] of the layer's rows here."""
         n, k = sum(output_partition_sizes), input_size_per_partition
-        attrs = {"output_dim": 0, "input_dim": 1, **extra}
         layer.inputs, layer.tiles, layer.compute_dtype = k, None, params_dtype
-        layer.register_parameter("weight", _parameter((n, k), torch.float8_e4m3fn, **attrs))
-        layer.register_parameter("weight_scale", _parameter((n, k // mxfp8.BLOCK), torch.uint8, **attrs))
+        layer.register_parameter("weight", _parameter((n, k), torch.float8_e4m3fn))
+        layer.register_parameter("weight_scale", _parameter((n, k // mxfp8.BLOCK), torch.uint8))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Reorder the bytes for the kernels, or rebuild the values in fp32."""
@@ -94,38 +86,8 @@ class MXFP8Linear(QuantizeMethodBase):
         return out.to(x.dtype)
 
 
-class PlainEmbedding(QuantizeMethodBase):
-    """Embedding and head in 16 bits on disk. The embedding is looked up in the compute dtype; logits are fp32 products."""
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        """Weight [vocabulary with padding, H]; on a CPU the head in fp32, so that no call converts it."""
-        in_fp32 = isinstance(layer, ParallelLMHead) and current_platform.is_cpu()
-        dtype = torch.float32 if in_fp32 else params_dtype
-        shape = (sum(output_partition_sizes), input_size_per_partition)
-        weight = _parameter(shape, dtype, output_dim=0, input_dim=1, **extra)
-        weight.data.zero_()
-        layer.register_parameter("weight", weight)
-
-    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
-        """Rows of the embedding."""
-        return F.embedding(input_, layer.weight)
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """fp32 logits [T, vocabulary with padding]."""
-        return frozen_linear(x, layer.weight)
-
-
 class NVFP4Experts(QuantizeMethodBase):
-    """Routed experts of a layer in NVFP4; see `model.Experts` for the forward."""
+    """Routed experts of a layer that are here, in NVFP4; see `model.Experts` for the forward. Experts are counted from the first here."""
 
     def create_weights(self, layer: nn.Module, experts: int, hidden: int, intermediate: int, dtype: torch.dtype = torch.float32) -> None:
         """Packed stacks w13 [E, 2I, H/2] (gate rows first) and w2 [E, H, I/2] with their block and global scales.
@@ -216,7 +178,5 @@ class SamebitsConfig(QuantizationConfig):
         return NAME if hf_quant_cfg.get("producer", {}).get("name") == NAME else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """By the layer's kind; each kind has one format in every profile."""
-        if isinstance(layer, VocabParallelEmbedding):
-            return PlainEmbedding()
-        return MXFP8Linear() if isinstance(layer, LinearBase) else None
+        """None: our layers bring their own method, and the model has no others."""
+        return None

@@ -4,6 +4,10 @@ Where trainer and engine share a GPU the adapter stays there: it is laid into on
 where either side cannot share its memory, it goes through a file in shared memory (`wire`). Which way it took, and why not the shorter
 one, is part of the report. Digests are taken of the very tensors that the trainer exported, before they are laid out or copied anywhere:
 whatever goes wrong on the way shows in the engine's answer.
+
+A replica of several ranks has as many of the trainer's ranks on its GPUs. The first of them sends, the file or the handles of all: each
+lays the adapter, which the export brings to all of them, into a buffer on its own GPU for the engine rank there. The manifest holds the
+digests of every engine rank's parts.
 """
 
 from __future__ import annotations
@@ -20,9 +24,8 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from samebits.kernels.meter import Meter
-from samebits.quant.adapter import AdapterError, Manifest
-from samebits.quant.digests import Digester
-from samebits.rollout.ipc import CUDA, FlatLayout, Handles, NotShareable, shared_text
+from samebits.quant.adapter import AdapterError, Manifest, Taken, Taking
+from samebits.rollout.ipc import CUDA, SEPARATOR, FlatLayout, Handles, NotShareable, Peers, shared_text
 from samebits.rollout.wire import adapter_file
 
 
@@ -30,6 +33,7 @@ class AdapterSender(ServerAdapter):
     """verl's adapter to the server of a replica, for adapters only."""
 
     handles: Handles = CUDA
+    _peers: Peers | None = None
     _engine_uuids: list[str | None] | None = None
     _refusal: str | None = None
     """Why the engine could not open shared memory when it was tried: then it is not tried again."""
@@ -51,59 +55,97 @@ class AdapterSender(ServerAdapter):
         if peft_config is None or not base_sync_done or wire_format != "named_tensors":
             raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
         started = time.time()
-        if not self._ensure_server_handle():
-            for _ in weights:
-                pass
-            return
+        sends = self._ensure_server_handle()
         origin = peft_config["samebits"]
         device = torch.device(get_device_name())
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        reason = await self._why_not_shared(device)
+        together = self.engine_ranks > 1 and self.handles.uuid(device) is not None
+        if not (sends or together):
+            _drain(weights)
+            return
+        reason = await self._why_not_shared(device, sends, together)
+        if not sends:
+            self._lend(weights, origin, device, reason)
+            return
         meter = Meter(device)
         meter.enter("export")
-        if reason is None:
-            tensors, flat, digester = _laid_out(weights, origin, device)
-        else:
-            tensors, flat, digester = _on_host(weights)
+        taking = Taking(origin["shapes"], self.engine_ranks)
+        tensors, flat = _laid_out(weights, origin, device, taking) if reason is None else (_on_host(weights, taking), None)
         meter.enter("digest")
-        manifest = Manifest.of(tensors, origin["version"], origin["profile"], digester.finish())
+        manifest = Manifest.of(tensors, origin["version"], origin["profile"], taking.finish())
         fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
-        if fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]:
-            return
-        if flat is not None:
-            meter.enter("share")
-            reason = await self._send_shared(flat, manifest, started, meter)
+        skipped = fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]
+        try:
+            if flat is not None:
+                meter.enter("share")
+                handles = self._handles_of_all(flat, together)
+                reason = None if skipped else await self._send_shared(handles, manifest, started, meter)
+            if skipped:
+                return
             if reason is not None:
-                tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-        if reason is not None:
-            meter.enter("write")
-            with adapter_file(tensors, manifest.version, manifest.profile, manifest.digests) as (path, _):
-                await self._send("file", reason, path, manifest, started, meter)
-        if flat is not None:  # kept until the answer was there
-            del tensors, flat
-            self.handles.collect()
+                meter.enter("write")
+                on_host = {name: t if flat is None else t.to("cpu", copy=True) for name, t in tensors.items()}
+                with adapter_file(on_host, manifest.version, manifest.profile, Taken(manifest.digests, manifest.parts)) as (path, _):
+                    await self._send("file", reason, path, manifest, started, meter)
+        finally:
+            if flat is not None:  # kept until the answer was there, here and where it was lent
+                del tensors, flat
+                if together:
+                    self._exchange(None)
+                self.handles.collect()
         await self.server_handle.set_global_steps.remote(global_steps)
 
-    async def _why_not_shared(self, device: torch.device) -> str | None:
-        """None where every rank of the engine is on `device` and can open its memory, otherwise why not, in a few words."""
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of one engine replica."""
+        return self.config.tensor_model_parallel_size
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        """What each of the trainer's ranks on this replica's GPUs gives, in order."""
+        if self._peers is None:
+            self._peers = Peers(self.engine_ranks)
+        return self._peers.exchange(mine)
+
+    def _lend(self, weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], device: torch.device, reason: str | None) -> None:
+        """Of a rank that does not send: lay the adapter out for the engine rank on this GPU, until that has it."""
+        if reason is not None:
+            _drain(weights)
+            return
+        _, flat = _laid_out(weights, origin, device)
+        self._handles_of_all(flat, together=True)
+        self._exchange(None)
+        del flat
+        self.handles.collect()
+
+    def _handles_of_all(self, flat: Tensor, together: bool) -> str | NotShareable:
+        """Texts of the buffers on all of the replica's GPUs, or why one of them cannot be shared."""
+        try:
+            mine: str | NotShareable = shared_text(flat, self.handles)
+        except NotShareable as error:
+            mine = error
+        every = self._exchange(mine) if together else [mine]
+        return next((one for one in every if isinstance(one, NotShareable)), None) or SEPARATOR.join(every)
+
+    async def _why_not_shared(self, device: torch.device, sends: bool, together: bool) -> str | None:
+        """None where every rank of the engine is on a GPU of these trainer ranks and can open its memory, otherwise why not, briefly."""
         uuid = self.handles.uuid(device)
         if uuid is None:
             return f"the trainer is on {device.type}"
-        if self._refusal is None:
+        trainer_uuids = self._exchange(uuid) if together else [uuid]
+        if sends and self._refusal is None:
             if self._engine_uuids is None:
                 self._engine_uuids = list(await self.server_handle.device_uuids.remote())
-            if any(found != uuid for found in self._engine_uuids):
+            if sorted(map(str, self._engine_uuids)) != sorted(map(str, trainer_uuids * (1 if together else len(self._engine_uuids)))):
                 self._refusal = "the engine is on another device"
-        return self._refusal
+        # Who sends has asked the engine; the others do as it found.
+        return self._exchange(self._refusal)[0] if together else self._refusal
 
-    async def _send_shared(self, flat: Tensor, manifest: Manifest, started: float, meter: Meter) -> str | None:
-        """Send the buffer by its handle; returns why that was refused, or None when it was answered."""
-        try:
-            handle = shared_text(flat, self.handles)
-        except NotShareable as error:
-            return str(error)  # of this buffer: the next may be shareable
-        report = await self._send("ipc", "", handle, manifest, started, meter)
+    async def _send_shared(self, handles: str | NotShareable, manifest: Manifest, started: float, meter: Meter) -> str | None:
+        """Send the buffers by their handles; returns why that was refused, or None when it was answered."""
+        if isinstance(handles, NotShareable):
+            return str(handles)  # of these buffers: the next may be shareable
+        report = await self._send("ipc", "", handles, manifest, started, meter)
         self._refusal = report["refused"]
         return self._refusal
 
@@ -118,29 +160,38 @@ class AdapterSender(ServerAdapter):
         return await self.server_handle.sync_adapter.remote(source, manifest.to_json(), started, sender)
 
 
-def _laid_out(weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], device: torch.device) -> tuple[dict, Tensor, Digester]:
-    """(views by name in the manifest's order, the buffer below them, digester of what came). Raises `AdapterError`."""
+def _drain(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Of a rank that keeps nothing: gathering is collective."""
+    for _ in weights:
+        pass
+
+
+def _laid_out(
+    weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], device: torch.device, taking: Taking | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(views by name in the manifest's order, the buffer below them). `taking`: takes digests of what comes. Raises `AdapterError`."""
     layout = FlatLayout.of(sorted(origin["shapes"]), origin["shapes"], getattr(torch, origin["dtype"]))
     flat = layout.buffer(device)
-    views, digester = layout.views(flat), Digester()
+    views = layout.views(flat)
     came = set()
     for name, t in weights:
         view = views.get(name)
         if view is None or view.shape != t.shape or view.dtype != t.dtype:
             raise AdapterError(f"the trainer announced no {name} of shape {tuple(t.shape)} in {str(t.dtype).removeprefix('torch.')}")
-        digester.add(name, t)
+        if taking is not None:
+            taking.add(name, t)
         view.copy_(t)
         came.add(name)
     missing = sorted(views.keys() - came)
     if missing:
         raise AdapterError(f"the trainer announced {missing[0]} and did not export it ({len(missing)} such tensors)")
-    return views, flat, digester
+    return views, flat
 
 
-def _on_host(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], None, Digester]:
-    """(copies of the tensors on the host, no buffer, digester of what came)."""
-    tensors, digester = {}, Digester()
+def _on_host(weights: Iterable[tuple[str, Tensor]], taking: Taking) -> dict[str, Tensor]:
+    """Copies of the tensors on the host; `taking` takes digests of what comes."""
+    tensors = {}
     for name, t in weights:
-        digester.add(name, t)
+        taking.add(name, t)
         tensors[name] = t.detach().to("cpu", copy=True)
-    return tensors, None, digester
+    return tensors

@@ -45,9 +45,9 @@ class SyncReport:
     bytes: int
     seconds: float
     sent: str
-    """Manifest as JSON."""
+    """Manifest as JSON, with the digests of every rank's parts."""
     held: list[str] = field(default_factory=list)
-    """Manifest of each engine rank, as JSON."""
+    """Manifest of what each engine rank holds, as JSON, in the order of the ranks."""
     path: str = "file"
     """ipc: opened on the GPU that trainer and engine share; file: by a file in shared memory."""
     reason: str = ""
@@ -95,7 +95,7 @@ class SamebitsServer(vLLMHttpServer):
     async def sync_adapter(self, source: str, manifest_json: str, started: float, sender: dict[str, Any] | None = None) -> dict[str, Any]:
         """Load the adapter at `source` on every rank, verify it and make it the one that requests use. Returns the report as a dict.
 
-        `sender` says what `source` is (`path`: file, or ipc for a handle) and what its side took. When a rank's answer differs, the
+        `sender` says what `source` is (`path`: file, or ipc for handles) and what its side took. When a rank's answer differs, the
         previous version stays in use and the report says what is held. When a rank cannot open a handle, nothing is held and it says why.
         """
         manifest = Manifest.from_json(manifest_json)
@@ -125,7 +125,7 @@ class SamebitsServer(vLLMHttpServer):
         if refused:
             return asdict(report)
         self._report = report
-        if not any(manifest.differences(Manifest.from_json(answer)) for answer in held):
+        if manifest.agrees([Manifest.from_json(answer) for answer in held]):
             previous, self._adapter_version = self._adapter_version, manifest.version
             if previous is not None and previous != manifest.version:
                 await self.engine.collective_rpc("samebits_remove_adapter", args=(previous,))

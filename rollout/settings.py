@@ -22,6 +22,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from samebits.quant.adapter import AdapterSpec, ModelShape, target_roles
 from samebits.quant.profile import Format, NumericsProfile, get_profile, require_same
+from samebits.quant.ranks import indivisible
 
 ARCHITECTURE = "MiniMaxM3SparseForCausalLM"
 PAGE = 128  # tokens of a KV page: one MSA block
@@ -98,14 +99,7 @@ def check(vllm_config: VllmConfig) -> EngineSettings:
         raise EngineRefused(f"numerics profile {name!r} has {activations} activations, which this engine does not compute")
     if model.dtype != _ACTIVATIONS[Format(activations)]:
         raise EngineRefused(f"numerics profile {name!r} computes in {activations}, the engine was started with dtype {model.dtype}")
-    sizes = {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-    }
-    for option, size in sizes.items():
-        if size != 1:
-            raise EngineRefused(f"{option} is {size}; samebits shards nothing inside an engine, use data-parallel replicas")
+    _check_parallel(parallel, settings.adapter.shape)
     if vllm_config.speculative_config is not None:
         raise EngineRefused("speculative decoding is not supported: its logprobs come from other batch shapes")
     lora = vllm_config.lora_config
@@ -134,6 +128,30 @@ def _capture_decode_alone(vllm_config: VllmConfig) -> None:
     captured = asked is None or asked.has_full_cudagraphs()
     compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if captured else CUDAGraphMode.NONE
     compilation.mode = CompilationMode.NONE
+
+
+def _check_parallel(parallel: Any, shape: ModelShape) -> None:
+    """Which ranks an engine may have. Tensor parallelism spreads the experts as well."""
+    sizes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size != 1:
+            raise EngineRefused(f"{option} is {size}; samebits spreads an engine by tensor_parallel_size alone")
+    world = parallel.tensor_parallel_size
+    odd = indivisible(
+        world, kv_heads=shape.kv_heads, hidden=shape.hidden, intermediates=(shape.shared_intermediate, shape.dense_intermediate)
+    )
+    if odd or world > shape.experts:
+        odd = odd or f"{shape.experts} experts"
+        raise EngineRefused(f"tensor_parallel_size is {world}, which does not divide the model's {odd}; use data-parallel replicas")
+    if parallel.enable_expert_parallel and parallel.data_parallel_size != 1:
+        raise EngineRefused(
+            f"enable_expert_parallel with data_parallel_size {parallel.data_parallel_size}: samebits spreads experts over "
+            "tensor_parallel_size only, each data-parallel replica has all of them"
+        )
 
 
 def _adopt_kv_dtype(vllm_config: VllmConfig) -> None:

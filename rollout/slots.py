@@ -161,11 +161,16 @@ class ProjectionAdapter:
 
 
 class ExpertsAdapter:
-    """Adapters of all experts of a layer."""
+    """Adapters of the experts of a layer that are here."""
 
-    def __init__(self, slots: AdapterSlots, path: str, experts: int, hidden: int, intermediate: int, adapted: set[str]) -> None:
-        """`path`: checkpoint path of the experts. `adapted`: which of w1, w2, w3; the others keep zeros and are not reported."""
-        self.slots, self.path, self.adapted = slots, path, adapted
+    def __init__(
+        self, slots: AdapterSlots, path: str, experts: int, hidden: int, intermediate: int, adapted: set[str], first: int = 0
+    ) -> None:
+        """`path`: checkpoint path of the experts. `experts`: how many are here, from `first` on.
+
+        `adapted`: which of w1, w2, w3; the others keep zeros and are not reported.
+        """
+        self.slots, self.path, self.adapted, self.first = slots, path, adapted, first
         r = slots.spec.rank
 
         def pair(n: int, k: int) -> LoRA:
@@ -184,7 +189,7 @@ class ExpertsAdapter:
         """(A, B) of each adapted expert projection in a slot, by checkpoint path."""
         stacks = {"w1": self.lora.gate, "w2": self.lora.down, "w3": self.lora.up}
         return {
-            f"{self.path}.{e}.{which}": (lora.a[slot, e], lora.b[slot, e])
+            f"{self.path}.{self.first + e}.{which}": (lora.a[slot, e], lora.b[slot, e])
             for which, lora in stacks.items()
             if which in self.adapted
             for e in range(lora.a.shape[1])

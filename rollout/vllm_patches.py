@@ -6,6 +6,7 @@ does its work once in a process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -123,6 +124,43 @@ def _logprobs() -> None:
     logprob.compute_token_logprobs = prompt_logprob.compute_token_logprobs = compute_token_logprobs
 
 
+class _Drained:
+    """The answers of one rank to one call. When that rank failed, those of the ranks after it are taken out too: nobody else will."""
+
+    def __init__(self, queue: Any, later: list[Any]) -> None:
+        self.queue, self.later = queue, later
+
+    def dequeue(self, timeout: float | None = None, **options: Any) -> Any:
+        """The rank's (status, answer)."""
+        from vllm.v1.executor.multiproc_executor import WorkerProc
+
+        answer = self.queue.dequeue(timeout=timeout, **options)
+        if answer[0] != WorkerProc.ResponseStatus.SUCCESS:
+            for queue in self.later:
+                queue.dequeue(timeout=timeout, **options)
+        return answer
+
+
+def _answers() -> None:
+    """A call of all ranks stops reading at the first that failed, and the next call takes the answers left over for its own."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    original = MultiprocExecutor.collective_rpc
+    _require(_source(original) == "936c16152d71", "MultiprocExecutor.collective_rpc")
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **options: Any) -> Any:
+        queues = self.response_mqs
+        if options.get("unique_reply_rank") is None:
+            self.response_mqs = [_Drained(queue, list(queues[i + 1 :])) for i, queue in enumerate(queues)]
+        try:
+            return original(self, method, *args, **options)
+        finally:
+            self.response_mqs = queues
+
+    MultiprocExecutor.collective_rpc = collective_rpc
+
+
 _applied = False
 
 
@@ -136,4 +174,5 @@ def apply() -> None:
     _capturer()
     _routes_on_cpu()
     _logprobs()
+    _answers()
     _applied = True

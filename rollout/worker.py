@@ -21,6 +21,9 @@ from samebits.quant.digests import digests
 from . import adapter
 from .ipc import CUDA, Handles, NotShareable
 
+HEADS = (".self_attn.q", ".self_attn.k", ".self_attn.v")
+"""Points at which a rank records its own heads [T, heads, D]."""
+
 
 class WorkerExtension:
     """Mixed into vLLM's CPU and GPU workers."""
@@ -35,10 +38,10 @@ class WorkerExtension:
         """
         return self._samebits_load(lambda model, sent: adapter.load_path(model, path, sent.version), manifest_json)
 
-    def samebits_open_adapter(self, handle: str, manifest_json: str) -> str:
-        """`samebits_load_adapter` from a buffer of the trainer on this worker's device; `{"refused": why}` when it cannot be opened."""
+    def samebits_open_adapter(self, handles: str, manifest_json: str) -> str:
+        """`samebits_load_adapter` from the trainer's buffer on this worker's device; `{"refused": why}` when it cannot be opened."""
         try:
-            return self._samebits_load(lambda model, sent: adapter.load_shared(model, handle, sent, self.samebits_handles), manifest_json)
+            return self._samebits_load(lambda model, sent: adapter.load_shared(model, handles, sent, self.samebits_handles), manifest_json)
         except NotShareable as error:
             return json.dumps({"refused": str(error)})
 
@@ -96,7 +99,7 @@ class WorkerExtension:
         return self.remove_lora(adapter.adapter_id(version))
 
     def samebits_base_digests(self) -> dict[str, str]:
-        """Digest of the fp32 values of every frozen weight, by checkpoint path, read from the parameters that are multiplied."""
+        """Digest of the fp32 values of every frozen weight, or of this rank's part, by checkpoint path, read from what is multiplied."""
         return digests((path, value.float()) for path, value in self.model_runner.get_model().base_values())
 
     def samebits_profile(self) -> str:
@@ -108,9 +111,15 @@ class WorkerExtension:
         taps.start(taps.Recorder(None if points is None else lambda name: name.endswith(tuple(points))))
 
     def samebits_recorded(self, path: str) -> list[str]:
-        """Stop recording, write what was recorded to the safetensors file `path`, and return the points in order."""
+        """Stop recording, write what was recorded to the safetensors file `path`, and return the points in order.
+
+        Where a replica has several ranks, heads are put together from all; anything else is recorded where every rank has all of it.
+        """
         tensors = taps.stop().tensors()
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+        group = self.model_runner.get_model().group
+        whole = {name: group.gather(t, 1) if name.endswith(HEADS) else t for name, t in tensors.items()}
+        if group.rank == 0:
+            save_file({name: t.contiguous() for name, t in whole.items()}, path)
         return list(tensors)
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 from samebits.alignment_checks.in_run import AgreementLost, History, check_bases, check_batch, read_history, require_agreement
 from samebits.alignment_checks.limits import Limits
 from samebits.alignment_checks.report import CheckResult, Finding
+from samebits.alignment_checks.weights import BaseDigests
 
 LAYERS, EXPERTS, K = 3, 8, 2
 DIMS = SimpleNamespace(shape=SimpleNamespace(layers=LAYERS, moe_layers=(1, 2), experts=EXPERTS), top_k=K)
@@ -97,13 +98,18 @@ def test_what_does_not_agree_is_named(what, names):
 
 
 def test_bases_of_every_rank_of_every_replica():
-    expected = {"model.layers.1.block_sparse_moe.experts.3.w2": "aa", "model.norm": "bb"}
-    assert check_bases(expected, [[expected], [expected, expected]]).status == "agree"
-    bad = check_bases(expected, [[expected], [expected, expected | {"model.layers.1.block_sparse_moe.experts.3.w2": "cc"}]])
+    expert, norm = {"model.layers.1.block_sparse_moe.experts.3.w2": "aa"}, {"model.norm": "bb"}
+    ranks = [norm, norm | expert]
+    expected = BaseDigests(norm | expert, ranks)
+    assert check_bases(expected, [ranks, ranks]).status == "agree"
+    bad = check_bases(expected, [ranks, [norm, norm | {"model.layers.1.block_sparse_moe.experts.3.w2": "cc"}]])
     (finding,) = bad.findings
     assert (finding.place.replica, finding.place.rank, finding.place.layer, finding.place.expert) == (1, 1, 1, 3)
-    assert check_bases(expected, []).findings and check_bases(expected, [[]]).findings
-    assert check_bases(expected, [[{"model.norm": "bb"}]]).findings[0].message.endswith("experts.3.w2 is missing")
+    assert check_bases(expected, []).findings
+    for some, says in (([], "replica 0: no rank answered"), (ranks[:1], "replica 0: 1 of 2 ranks answered what they hold")):
+        assert next(f.message for f in check_bases(expected, [some]).findings if "answered" in f.message).startswith(says)
+    assert check_bases(expected, [[norm, norm]]).findings[0].message.endswith("experts.3.w2 is missing")
+    assert check_bases(expected, [ranks[::-1]]).findings, "a rank holds what another should"
 
 
 def test_nothing_checked_is_no_agreement():

@@ -6,9 +6,19 @@ import json
 import pytest
 import torch
 
-from samebits.alignment_checks.weights import WeightMismatch, checkpoint_digests, verify_base, verify_sync, verify_unchanged_base
+from samebits.alignment_checks.weights import (
+    WeightMismatch,
+    base_digests,
+    checkpoint_digests,
+    verify_base,
+    verify_sync,
+    verify_unchanged_base,
+)
+from samebits.kernels.linear import values
 from samebits.quant.adapter import Manifest
 from samebits.quant.checkpoint import Checkpoint
+from samebits.quant.digests import digest
+from samebits.quant.ranks import Ranks
 from tests.support import random_m3
 
 NAMES = ["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
@@ -21,15 +31,28 @@ def manifest(version=3, profile="p", change=None) -> Manifest:
     return Manifest.of(tensors, version, profile)
 
 
+def of_two(version=3, change=None) -> Manifest:
+    """Sent to a replica of two ranks."""
+    tensors = {NAMES[0]: torch.zeros(2, 3).bfloat16(), NAMES[1]: torch.arange(8.0).view(4, 2).bfloat16()}
+    if change is not None:
+        tensors[NAMES[1]][change] += 64
+    return Manifest.of(tensors, version, "p", world=2)
+
+
+def answers(sent: Manifest, *ranks: int) -> list[Manifest]:
+    """What ranks say that hold just that."""
+    return [dataclasses.replace(sent, digests=sent.parts[rank], parts=[], rank=rank, world=2) for rank in ranks]
+
+
 def report(sent: Manifest, *held: Manifest, replica=0) -> dict:
-    answers = [m.to_json() for m in held]
-    return {"replica": replica, "tensors": 2, "bytes": sent.bytes, "seconds": 0.5 + replica, "sent": sent.to_json(), "held": answers}
+    said = [m.to_json() for m in held]
+    return {"replica": replica, "tensors": 2, "bytes": sent.bytes, "seconds": 0.5 + replica, "sent": sent.to_json(), "held": said}
 
 
 def test_equal_manifests_agree_and_are_counted():
-    sent = manifest()
-    verdict = verify_sync([report(sent, sent, sent), report(sent, sent, sent, replica=1)], 3, "p")
-    assert (verdict.ranks, verdict.tensors, verdict.version, verdict.seconds, verdict.bytes) == (4, 2, 3, 1.5, 24)
+    sent, two = manifest(), of_two()
+    verdict = verify_sync([report(sent, sent), report(two, *answers(two, 0, 1), replica=1)], 3, "p")
+    assert (verdict.ranks, verdict.tensors, verdict.version, verdict.seconds, verdict.bytes) == (3, 2, 3, 1.5, 24)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +62,12 @@ def test_equal_manifests_agree_and_are_counted():
         ([None], "replica 0: no adapter was ever synced"),
         ([report(manifest())], "replica 0: no rank answered"),
         ([report(manifest(), manifest(change=NAMES[1]))], f"replica 0 rank 0: {NAMES[1]} differs"),
-        ([report(manifest(), manifest(), manifest(change=NAMES[0]))], f"replica 0 rank 1: {NAMES[0]} differs"),
+        ([report(of_two(), *answers(of_two(change=(3, 1)), 0, 1))], f"replica 0 rank 1: {NAMES[1]} differs"),
+        ([report(of_two(), *answers(of_two(change=(0, 1)), 0, 1))], f"replica 0 rank 0: {NAMES[1]} differs"),
+        ([report(of_two(), *answers(of_two(), 0))], "replica 0: 1 of 2 ranks answered what they hold"),
+        ([report(of_two(), *answers(of_two(), 1, 0))], "replica 0 rank 0: rank 1 of 2 answered in its place, of 2"),
+        ([report(of_two(), manifest(), manifest())], "replica 0 rank 0: rank 0 of 1 answered in its place, of 2"),
+        ([report(manifest(), manifest(), manifest())], "replica 0: 2 of 1 ranks answered what they hold"),
         ([report(manifest(), manifest()), report(manifest(), manifest(change=NAMES[0]), replica=1)], "replica 1 rank 0"),
         ([report(manifest(2), manifest(2))], "version 2 is held, the trainer is at 3"),
         (
@@ -75,6 +103,28 @@ def test_one_flipped_byte_of_the_base_is_named(tmp_path):
     held = checkpoint_digests(Checkpoint(tmp_path / "m"))
     with pytest.raises(WeightMismatch, match=f"{name} differs"):
         verify_base(expected, held, "replica 0")
+
+
+def test_parts_of_a_base_are_those_of_its_values_and_cover_it(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(random_m3.build(tmp_path / "m"))
+    found = base_digests(checkpoint, 2)
+    assert found.whole == checkpoint_digests(checkpoint) == base_digests(checkpoint, 1).ranks[0]
+    q, embedding = "model.layers.1.self_attn.q_proj", "model.embed_tokens"
+    rows, columns = values(checkpoint.weight(q)).split(256), checkpoint.weight(embedding).float().split(32, dim=1)
+    for rank in range(2):
+        assert found.ranks[rank][q] == digest(rows[rank]) and found.ranks[rank][embedding] == digest(columns[rank])
+        experts = {int(n.split(".")[5]) for n in found.ranks[rank] if ".experts." in n}
+        assert experts == set(range(4 * rank, 4 * rank + 4))
+    for name in ("model.norm", "model.layers.1.self_attn.index_q_proj", "model.layers.1.block_sparse_moe.gate"):
+        assert found.ranks[0][name] == found.ranks[1][name] == found.whole[name]
+    whole = Ranks.weight
+
+    def less(self, rank, name, shape):
+        return None if rank == 1 and name == q else whole(self, rank, name, shape)
+
+    monkeypatch.setattr(Ranks, "weight", less)
+    with pytest.raises(WeightMismatch, match=r"model\.layers\.1\.self_attn\.q_proj: 2 ranks hold \[\(0, 0, 256\)\] of \(512, 64\)"):
+        base_digests(checkpoint, 2)
 
 
 def test_base_coverage_is_exact(tmp_path):

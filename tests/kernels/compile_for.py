@@ -144,6 +144,9 @@ def pages() -> None:
             main = torch.zeros((2 * count, 2 * groups, 128, 72) if packed else (2 * count, groups, 128, 256), dtype=dtype)
             index = torch.zeros((2 * count, 128, 72) if packed else (2 * count, 128, 128), dtype=dtype)
             kv_insert(q, k, v, index_q, index_k, norms, (angles, angles), batch.position, slots, main, index)
+            # One of four ranks: its KV head, the index heads of all.
+            own = (q[:, :16], k[:, :1], v[:, :1], index_q, index_k)
+            kv_insert(*own, norms, (angles, angles), batch.position, slots, main[:, : 2 if packed else 1], index)
             kv_insert(q, k, v, None, None, norms._replace(index_q=None, index_k=None), (angles, angles), batch.position, slots, main, None)
             chosen = index_topk(index_q, Pages(index, table), batch, config)
             for rounded in (False, True) if packed and tokens == 2 else (False,):

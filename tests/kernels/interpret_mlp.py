@@ -55,6 +55,29 @@ def check(name: str, reference, fused, leaves: dict[str, torch.Tensor], limit: f
     return list(grads.values())
 
 
+def split_over_ranks(x: torch.Tensor, weights: tuple, tiles: tuple, lora: MLPLoRA, slots: torch.Tensor) -> None:
+    """Gate and up split over two ranks by rows, then down, have the bits of the fused whole; the parts are of unequal height."""
+    with record() as recorder, torch.no_grad():
+        want = mlp_fused.fused_mlp(x, *tiles, ACT, lora, slots, False, "")
+
+    def rows(weight: mxfp8.MXFP8Tensor, pair: LoRA, part: slice) -> tuple[mxfp8.MXFP8Tensor, LoRA]:
+        return mxfp8.MXFP8Tensor(*(t[part] for t in weight)), LoRA(pair.a, pair.b[:, part])
+
+    gate, up, down = weights
+    acts, outs = [], []
+    with torch.no_grad():
+        for part in (slice(0, 32), slice(32, WIDTH)):
+            (g, g_lora), (u, u_lora) = rows(gate, lora.gate, part), rows(up, lora.up, part)
+            both = pack_linear(mxfp8.MXFP8Tensor(*(torch.cat(t) for t in zip(g, u, strict=True))))
+            acts.append(mlp_fused.fused_activation(x, both, ACT, MLPLoRA(g_lora, u_lora, None), slots))
+        act = torch.cat(acts, 1)
+        for part in (slice(0, 96), slice(96, H)):
+            d, d_lora = rows(down, lora.down, part)
+            outs.append(fused_linear(act, pack_linear(d), d_lora, slots))
+    if not torch.equal(act, recorder.tensors()["activation"]) or not torch.equal(torch.cat(outs, 1), want):
+        raise SystemExit("an MLP split over ranks has other bits")
+
+
 def main() -> None:
     """All."""
     if not INTERPRETED:
@@ -97,6 +120,7 @@ def main() -> None:
     )
     if not torch.equal(fused_linear(x, tiles[0], block, slots), torch.cat(halves, dim=1)):
         raise SystemExit("rows have other bits in a stack")
+    split_over_ranks(x, (gate, up, down), tiles, lora, slots)
     one = MLPLoRA(*(LoRA(p.a[:1], p.b[:1]) for p in lora))
     by_token, for_all = (mlp_fused.fused_mlp(x, *tiles, ACT, a, w, False, "") for a, w in ((lora, slots * 0), (one, None)))
     if not torch.equal(by_token, for_all):

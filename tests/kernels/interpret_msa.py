@@ -119,6 +119,21 @@ def inserted_bytes() -> None:
         have = triton_msa.kv_insert(*args, *others)
         check(f"{form} queries", all(torch.equal(a, b) for a, b in zip(have, want, strict=True)))
         check(f"{form} pages", all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(caches, others, strict=True)))
+        ranks_insert(form)
+
+
+def ranks_insert(form: str) -> None:
+    """What two ranks with a KV head each insert, beside the index heads of both, is what one rank with both heads does."""
+    args, (main, index) = insert_case(form, tokens=3, heads=4, groups=2)
+    (q, k, v, *rest), want_main, want_index = args, main.clone(), index.clone()
+    want = triton_msa.kv_insert(*args, want_main, want_index)
+    planes = main.shape[1] // 2
+    for r in range(2):
+        part, keys = main[:, r * planes : (r + 1) * planes].clone(), index.clone()
+        have = triton_msa.kv_insert(q[:, 2 * r : 2 * r + 2], k[:, r : r + 1], v[:, r : r + 1], *rest, part, keys)
+        check(f"{form} queries of rank {r}", torch.equal(have[0], want[0][:, 2 * r : 2 * r + 2]) and torch.equal(have[1], want[1]))
+        same = torch.equal(part.view(torch.uint8), want_main[:, r * planes : (r + 1) * planes].contiguous().view(torch.uint8))
+        check(f"{form} pages of rank {r}", same and torch.equal(keys.view(torch.uint8), want_index.view(torch.uint8)))
 
 
 def gradients_of_packed_keys() -> None:

@@ -44,7 +44,7 @@ FOLDER = "SAMEBITS_MAPPED"  # where the ranks find each other's memory
 # (new tokens, all tokens) of each call of the indexer, and its configuration; the rows of an inbox are used more and less often.
 CONTEXTS = (([1, 1], [1000, 200]), ([2], [1100]), ([1, 1], [900, 1]), ([1], [600]), ([1], [1300]))
 CONFIGS = (SparseConfig(topk=4), SparseConfig(topk=4, init_blocks=1, local_blocks=2))
-CALLS = ((1, True, False), (3, True, True))  # of the experts: parts, adapters, slots
+CALLS = ((1, True, False, ROOM), (3, True, True, 3), (1, True, True, ROOM))  # of the experts: parts, adapters, slots, room
 
 
 def check(name: str, condition: bool) -> None:
@@ -189,9 +189,10 @@ def peer_calls(rank: int, mine: slice, shards: list, own: ExpertLoRA) -> list[Te
     peers._set_up(E, ROOM, WORLD, rank, rows, Mapped("routes", (ROOM, TOP + 1), torch.int32, 9), results)
     peers.side = Line()
     found = []
-    for seed, (parts, adapted, slotted) in enumerate(CALLS):
+    for seed, (parts, adapted, slotted, room) in enumerate(CALLS):
         x, ids, weights, slots = (t[mine] for t in batch(seed))
-        found.append(peers(x, *shards, ids, weights, ACT, own if adapted else None, slots if slotted else None, parts))
+        run = peers if room == ROOM else peers.smaller(room)
+        found.append(run(x, *shards, ids, weights, ACT, own if adapted else None, slots if slotted else None, parts))
     return found
 
 
@@ -241,7 +242,7 @@ def main() -> None:
     for *_, chosen in results:
         check("choices of whole calls", len(chosen) == 6 and all(torch.equal(c, wants[i % 2]) for i, c in enumerate(chosen)))
     tiles, lora = layer()
-    for seed, (_, adapted, slotted) in enumerate(CALLS):
+    for seed, (_, adapted, slotted, _) in enumerate(CALLS):
         x, ids, weights, slots = batch(seed)
         want = moe_fused.fused_experts(x, *tiles, ids, weights, ACT, lora if adapted else None, slots if slotted else None, False)
         check(f"experts over peer memory, call {seed}", torch.equal(torch.cat([calls[seed] for _, calls, *_ in results]), want))

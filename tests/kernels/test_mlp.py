@@ -9,7 +9,7 @@ from samebits.kernels.activation import SwiGLU, swiglu_oai_halves
 from samebits.kernels.expert_tiles import expert_of, pack_experts, pack_experts_on, takes_tiles
 from samebits.kernels.linear import LoRA, lora_linear
 from samebits.kernels.linear_tiles import pack_linear
-from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, moe_with_shared
+from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, mlp_activation, moe_with_shared
 from samebits.kernels.moe import moe
 from samebits.kernels.taps import record
 from samebits.quant import mxfp8, nvfp4
@@ -44,6 +44,7 @@ def test_mlp_is_its_parts(case, dtype, tiles):
         with record() as recorder:
             out = mlp(x, *weights, ACT, adapters, which, point="here.")
         assert torch.equal(out, lora_linear(act, down, d, which))
+        assert torch.equal(mlp_activation(x, weights[0], ACT, adapters, which), act)
         seen = recorder.tensors()
         assert list(seen) == ["here.activation", "here.down_proj"]
         assert torch.equal(seen["here.activation"], act) and torch.equal(seen["here.down_proj"], out)

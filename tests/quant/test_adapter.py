@@ -13,6 +13,7 @@ from samebits.quant.adapter import (
     AdapterSpec,
     Manifest,
     ModelShape,
+    Taking,
     digest,
     load_peft,
     parse_name,
@@ -22,6 +23,7 @@ from samebits.quant.adapter import (
     tensor_name,
 )
 from samebits.quant.digests import digests
+from samebits.quant.ranks import Ranks
 from samebits.quant.roles import ATTENTION_ROLES, LORA_ROLES, ModuleId, Role
 from tests.support import random_m3
 
@@ -151,9 +153,49 @@ def test_digests_of_two_algorithms_are_not_compared():
 def test_manifest_takes_digests_that_were_taken_before():
     t = adapter(spec("attention"))
     first = next(iter(t))
-    before = digests(t)
-    t[first] = t[first] + 1  # what a copy that went wrong looks like
-    assert Manifest.of(t, 1, PROFILE, before).digests == before != Manifest.of(t, 1, PROFILE).digests
+    for world in (1, 2):
+        taking = Taking({name: tuple(x.shape) for name, x in t.items()}, world)
+        for name, x in t.items():
+            taking.add(name, x)
+        before = taking.finish()
+        wrong = t | {first: t[first] + 1}  # what a copy that went wrong looks like
+        taken, after = Manifest.of(wrong, 1, PROFILE, before, world), Manifest.of(wrong, 1, PROFILE, world=world)
+        assert taken == Manifest.of(t, 1, PROFILE, world=world) and taken.digests != after.digests
+
+
+def test_digests_are_taken_of_what_was_announced_and_of_all_of_it():
+    t = adapter(spec("attention"))
+    shapes = {name: tuple(x.shape) for name, x in t.items()}
+    first, *rest = t
+    taking = Taking(shapes, 2)
+    with pytest.raises(AdapterError, match="x is no tensor of this adapter"):
+        taking.add("x", t[first])
+    for name in rest:
+        taking.add(name, t[name])
+    with pytest.raises(AdapterError, match=f"{first} was announced and did not come"):
+        taking.finish()
+
+
+def test_a_manifest_for_two_ranks_holds_the_digests_of_their_parts():
+    t = adapter(spec())
+    sent = Manifest.of(t, 3, PROFILE, world=2)
+    parts = Ranks(2, SHAPE.experts).adapters(spec().shapes())
+    assert sent.digests == digests(t) and sent.ranks == 2
+    answers = []
+    for rank, held in enumerate(parts):
+        mine = digests({name: part.of(t[name]).contiguous() for name, part in held.items()})
+        assert sent.parts[rank] == mine and len(mine) < len(t)
+        answers.append(dataclasses.replace(sent, digests=mine, parts=[], rank=rank, world=2))
+    assert Manifest.from_json(sent.to_json()) == sent and sent.agrees(answers)
+    assert not sent.agrees(answers[::-1]) and not sent.agrees(answers[:1]) and not sent.agrees([answers[0]] * 2)
+    swapped = dataclasses.replace(answers[1], rank=0)
+    assert any("is missing" in problem for problem in sent.differences(swapped))
+    alone = Manifest.of(t, 3, PROFILE)
+    assert sent.differences(alone) == ["rank 0 of 1 answered, the adapter was sent to 2"]
+    assert alone.differences(answers[1]) == ["rank 1 of 2 answered, the adapter was sent to 1"]
+    name = next(n for n in answers[1].digests if n.endswith("q_proj.lora_B.weight"))
+    false = dataclasses.replace(answers[1], digests=answers[1].digests | {name: sent.digests[name]})
+    assert [p.split()[0] for p in sent.differences(false)] == [name], "the whole is no part"
 
 
 def test_manifest_of_equal_tensors_has_no_differences():

@@ -35,9 +35,11 @@ def batch(prompts: int, samples: int) -> list[str]:
 
 BROKEN = [
     # sizes that do not divide, or that the layout does not hold
-    (M31, [f"{TP}=3"], f"{TP}=3 does not divide the 64 heads"),
-    (M31, [f"{TP}=4"], f"{TP}=4 splits what the trainer computes in one piece"),
-    (M31, [f"{ROLLOUT}.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size=2 splits"),
+    (M31, [f"{TP}=3"], f"{TP}=3 does not divide the 4 KV heads of MiniMax-M3.1-Flash: use more replicas"),
+    (M31, [f"{TP}=4"], f"{TP}=4 with {DP}=4: an engine is spread by one of them"),
+    (M31, [f"{TP}=4", f"{DP}=1", f"{EP}=2"], f"{EP}=2 must be 1 or tensor_model_parallel_size (4)"),
+    (M31, [f"{TP}=4", f"{DP}=1", f"{EP}=1", "trainer.n_gpus_per_node=6"], f"{TP}=4 does not divide trainer.n_gpus_per_node=6"),
+    (M31, [f"{ROLLOUT}.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size=2: the engine has no pipeline stages"),
     (M31, [f"{EP}=2"], f"{EP}=2 must be 1 or data_parallel_size (4)"),
     (M31, [f"{DP}=3", f"{EP}=3"], f"{EP}=3 does not divide the 128 experts"),
     (M31, [f"{DP}=32", f"{EP}=32"], f"trainer.nnodes=4 x trainer.n_gpus_per_node=4 GPUs do not hold whole engines of {DP}=32"),
@@ -181,7 +183,7 @@ def test_shipped_recipes_state_only_what_differs():
     ("name", "says"),
     [
         (M31, "numerics.profile=w4a4 computes with nvfp4 activations"),
-        (H200, f"{DP}=8: the engine does not spread one replica over GPUs yet"),
+        (H200, f"{DP}=8: the engine does not spread a replica by it; use tensor_model_parallel_size"),
         (QWEN, "architecture qwen3-30b-a3b is of the qwen3_moe family: quantize, trainer and engine implement minimax_m3 only"),
     ],
 )
@@ -258,3 +260,20 @@ def test_a_gpu_is_asked_for_only_when_the_recipe_is_to_run(monkeypatch):
 
 def test_replay_may_be_given_up_in_words():
     assert run(TINY, f"{ROLLOUT}.enable_rollout_routing_replay=false", "checks.routing_replay=false").exit_code == 0
+
+
+def test_a_replica_over_several_gpus_is_planned_with_its_parts(tmp_path):
+    """Experts, heads and large weights are split; index keys, indexer and router are on each GPU."""
+
+    def planned(tp: int) -> dict:
+        path = tmp_path / f"{tp}.json"
+        result = run(M31, f"{DP}=1", f"{EP}=1", f"{TP}={tp}", "--json", str(path))
+        assert result.exit_code == 0, result.output
+        return json.loads(path.read_text())
+
+    two, four = planned(2), planned(4)
+    layout = four["layout"]
+    assert (layout["engine_gpus"], layout["tensor_ranks"], layout["expert_ranks"], layout["replicas"]) == (4, 4, 4, 4)
+    assert not any("data_parallel_size" in line for line in four["missing"])
+    before, after = (r["memory"]["phases"][0]["parts"]["engine: base"] for r in (two, four))
+    assert 0.5 < after / before < 0.51

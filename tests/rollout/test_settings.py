@@ -22,6 +22,9 @@ def config(**changes):
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "enable_expert_parallel": False,
         "speculative_config": None,
         "cache_dtype": "auto",
         "indexer_kv_dtype": "auto",
@@ -33,7 +36,7 @@ def config(**changes):
     return SimpleNamespace(
         additional_config={"samebits": values["samebits"]} if values["samebits"] else {},
         model_config=SimpleNamespace(hf_config=hf, dtype=values["dtype"], model="m3"),
-        parallel_config=SimpleNamespace(**{k: v for k, v in values.items() if k.endswith("_parallel_size")}),
+        parallel_config=SimpleNamespace(**{k: v for k, v in values.items() if "parallel" in k}),
         speculative_config=values["speculative_config"],
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"], user_specified_block_size=True),
         attention_config=SimpleNamespace(indexer_kv_dtype=values["indexer_kv_dtype"]),
@@ -48,6 +51,8 @@ def test_a_fitting_engine_gets_its_settings():
     assert settings.adapter.rank == 16 and [str(r) for r in settings.adapter.roles] == ["attn.q", "attn.k", "attn.v", "attn.o"]
     assert settings.split_indexer and not check(config()).packed_kv
     assert not check(config(samebits={"profile": "w4a16-fp32", "split_indexer": False})).split_indexer
+    check(config(tensor_parallel_size=2, enable_expert_parallel=True))
+    check(config(data_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,8 @@ def test_a_fitting_engine_gets_its_settings():
         ({"stamp": {"weights_hash": "0" * 16}}, "they would not compute the same bits"),
         ({"dtype": torch.bfloat16}, "computes in float32, the engine was started with dtype torch.bfloat16"),
         ({"samebits": {"profile": "w4a4"}}, "nvfp4 activations, which this engine does not compute"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size is 4, which does not divide the model's 2 KV heads; use data-par"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "enable_expert_parallel with data_parallel_size 2"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"speculative_config": object()}, "speculative decoding"),

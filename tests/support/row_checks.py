@@ -234,6 +234,20 @@ def products(device: str, tokens: int, outputs: int, inputs: int) -> None:
     same("an fp32 weight", frozen_linear(eye, w), w.T.contiguous())
 
 
+def rows_of_a_matrix(device: str, tokens: int, outputs: int, inputs: int) -> None:
+    """Some rows of a matrix, on a rank of several, give the bits that they have in all of it; it is split where part sizes change."""
+    from samebits.kernels.triton_dense import SMALL
+
+    draw = Draw(device, 7)
+    x = draw(tokens, inputs)
+    assert outputs > SMALL >= outputs // 2, "the sizes show nothing"
+    for dtype in (torch.bfloat16, torch.float32):
+        w = draw(outputs, inputs, dtype=dtype)
+        whole, parts = frozen_linear(x, w), w.split(-(-outputs // 2))
+        same(f"rows of {dtype}", torch.cat([frozen_linear(x, part, outputs=outputs) for part in parts], 1), whole)
+        assert not torch.equal(torch.cat([frozen_linear(x, part) for part in parts], 1), whole), "no sum is cut in another place"
+
+
 def logprobs(device: str, rows: int, vocabulary: int) -> None:
     """Values, entropies and gradients against fp64; forbidden tokens; no row without company of its own."""
     draw = Draw(device, 6)

@@ -7,8 +7,9 @@ from samebits.kernels.activation import SwiGLU
 from samebits.kernels.expert_tiles import pack_experts
 from samebits.kernels.linear import LoRA, lora_linear
 from samebits.kernels.linear_tiles import pack_linear
-from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, moe_with_shared
+from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, mlp_activation, moe_with_shared
 from samebits.kernels.moe import ExpertLoRA, moe
+from samebits.kernels.taps import record
 from samebits.quant import mxfp8, nvfp4
 
 pytest.importorskip("triton")
@@ -242,3 +243,27 @@ def test_no_host_sync():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300, 1024])
+def test_gate_and_up_split_over_ranks_have_the_bits_of_the_whole(wide, tokens):
+    stored, tiles, lora, _ = wide
+    gate, up = (mxfp8.MXFP8Tensor(*(part.chunk(2)[i] for part in stored[0])) for i in (0, 1))
+    x, _, _, slots = inputs(tokens, WIDE[0], WIDE[2])
+    with record() as recorder, torch.no_grad():
+        want = mlp(x, *tiles[2:], ACT, lora, slots)
+
+    def rows(pair, part):
+        return LoRA(pair.a, pair.b.chunk(4, dim=1)[part])
+
+    acts, outs = [], []
+    with torch.no_grad():
+        for part in range(4):
+            g, u = (mxfp8.MXFP8Tensor(*(t.chunk(4)[part] for t in w)) for w in (gate, up))
+            both = pack_linear(mxfp8.MXFP8Tensor(*(torch.cat(t) for t in zip(g, u, strict=True))))
+            acts.append(mlp_activation(x, both, ACT, MLPLoRA(rows(lora.gate, part), rows(lora.up, part), None), slots))
+        act = torch.cat(acts, 1)
+        for part in range(4):
+            down = pack_linear(mxfp8.MXFP8Tensor(*(t.chunk(4)[part] for t in stored[1])))
+            outs.append(lora_linear(act, down, rows(lora.down, part), slots))
+    assert torch.equal(act, recorder.tensors()["activation"]) and torch.equal(torch.cat(outs, 1), want)

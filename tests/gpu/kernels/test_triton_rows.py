@@ -151,3 +151,8 @@ def test_a_graph_holds_each_forward(name):
         graph.replay()
         for i, (have, wanted) in enumerate(zip(out, want, strict=True)):
             same(f"{name}, result {i}, {rows} rows", have, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 100, 3000])
+def test_rows_of_a_matrix_have_the_bits_that_they_have_in_all_of_it(tokens):
+    row_checks.rows_of_a_matrix("cuda", tokens, 1600, 3072)
