@@ -22,8 +22,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from samebits.kernels import tracing
+
 from . import run_dir
-from .config import Recipe, RecipeError
+from .config import TRACES, Recipe, RecipeError
 from .data import task_data, write_task_data
 from .math_data import DataError
 from .processes import Watch
@@ -170,8 +172,10 @@ def _environment(recipe: Recipe) -> dict[str, str]:
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),  # a cluster of this machine alone
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "SAMEBITS_FAULT": json.dumps({"kind": recipe.fault.kind, "step": recipe.fault.step}),
+        "SAMEBITS_FAULT": json.dumps(vars(recipe.fault)),
     }
+    if recipe.tracing.steps:
+        found[tracing.VARIABLE] = json.dumps(vars(recipe.tracing) | {"folder": str(recipe.folder / TRACES)})
     if recipe.device == "cpu":
         found |= {
             "VERL_PLATFORM": "cpu",

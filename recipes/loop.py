@@ -165,7 +165,7 @@ class SamebitsTrainer(PPOTrainerSync):
                 result.require(False, str(error))
             else:
                 result.compared = verdict.tensors * verdict.ranks
-                result.metrics = {"tensors": verdict.tensors, "bytes": verdict.bytes, "ranks": verdict.ranks}
+                result.metrics = {key: getattr(verdict, key) for key in ("tensors", "bytes", "replicas", "ranks", "digest")}
         self.history.write(self.global_steps, "sync", [result])
         if result.findings:
             raise WeightMismatch(result.findings[0].message)
@@ -174,7 +174,10 @@ class SamebitsTrainer(PPOTrainerSync):
             "sync/bytes": verdict.bytes,
             "sync/seconds": verdict.seconds,
             "sync/verified": True,
+            "sync/replicas": verdict.replicas,
+            "sync/ranks": verdict.ranks,
             "adapter/version": verdict.version,
+            "adapter/digest": verdict.digest,
             **sync_metrics(reports),
             "time/sync_check": time.perf_counter() - started,
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from samebits.kernels import tracing
 from samebits.kernels.meter import Meter
 from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.digests import Digester
@@ -51,26 +52,28 @@ class AdapterSender(ServerAdapter):
         if peft_config is None or not base_sync_done or wire_format != "named_tensors":
             raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
         started = time.time()
-        if not self._ensure_server_handle():
-            for _ in weights:
-                pass
-            return
         origin = peft_config["samebits"]
+        if not self._ensure_server_handle():
+            with tracing.recording("sync", origin["version"]):
+                Meter(get_device_name(), tracing.boundary()).enter("export")
+                for _ in weights:
+                    pass
+            return
         device = torch.device(get_device_name())
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         reason = await self._why_not_shared(device)
-        meter = Meter(device)
-        meter.enter("export")
-        if reason is None:
-            tensors, flat, digester = _laid_out(weights, origin, device)
-        else:
-            tensors, flat, digester = _on_host(weights)
+        meter = Meter(device, tracing.boundary())
+        with tracing.recording("sync", origin["version"]):
+            meter.enter("export")
+            tensors, flat, digester = _laid_out(weights, origin, device) if reason is None else _on_host(weights)
         meter.enter("digest")
         manifest = Manifest.of(tensors, origin["version"], origin["profile"], digester.finish())
-        fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
-        if fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]:
+        fault = injected_fault(origin["version"], self.replica_rank)
+        if fault == "skip_sync":
             return
+        if fault == "wrong_tensor":
+            _change_one_bit(tensors)
         if flat is not None:
             meter.enter("share")
             reason = await self._send_shared(flat, manifest, started, meter)
@@ -116,6 +119,20 @@ class AdapterSender(ServerAdapter):
             "memory": {name: phase.memory for name, phase in phases.items()},
         }
         return await self.server_handle.sync_adapter.remote(source, manifest.to_json(), started, sender)
+
+
+def injected_fault(version: int, replica: int) -> str | None:
+    """The fault of a recipe that befalls the sync of `version` to `replica`; None without one."""
+    fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
+    if fault.get("kind") is None or version < fault["step"] or fault.get("replica") not in (None, replica):
+        return None
+    return fault["kind"]
+
+
+def _change_one_bit(tensors: Mapping[str, Tensor]) -> None:
+    """The lowest bit of the last element of the last tensor, after its digest was taken: what a bad copy or a late write leaves."""
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[-1:].view(torch.int16).bitwise_xor_(1)
 
 
 def _laid_out(weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], device: torch.device) -> tuple[dict, Tensor, Digester]:
