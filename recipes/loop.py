@@ -165,7 +165,7 @@ class SamebitsTrainer(PPOTrainerSync):
                 result.require(False, str(error))
             else:
                 result.compared = verdict.tensors * verdict.ranks
-                result.metrics = {key: getattr(verdict, key) for key in ("tensors", "bytes", "replicas", "ranks", "digest")}
+                result.metrics = {key: getattr(verdict, key) for key in ("tensors", "bytes", "replicas", "ranks")}
         self.history.write(self.global_steps, "sync", [result])
         if result.findings:
             raise WeightMismatch(result.findings[0].message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ def instants(some) -> set[int]:
 def test_a_union_has_the_same_instants_once(some):
     found = union(some)
     assert instants(found) == instants(some) and length(some) == len(instants(some))
-    assert all(start < end for start, end in found) and all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(start < end for start, end in found) and all(a[1] < b[0] for a, b in pairwise(found))
     assert union(found) == found and union(reversed(some)) == found
 
 
