@@ -12,6 +12,7 @@ a CPU. A CPU has no statistics of its allocator but here: the memory of a phase 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
@@ -77,7 +78,8 @@ class PhaseTrace:
     overlap: Overlap = field(default_factory=lambda: Overlap(0.0, 0.0, 0.0))
     volume: dict[str, Volume] = field(default_factory=dict)
     peak: int | None = None
-    """On a CPU: most bytes that were allocated since the recording began and not freed yet."""
+    """Most bytes at a time: on CUDA all that the allocator handed out; on a CPU what came since the recording began, beside what was
+    held."""
 
 
 class Tracer:
@@ -86,14 +88,19 @@ class Tracer:
     def __init__(self, folder: Path, first: int, steps: int) -> None:
         self.folder, self.wanted = folder, range(first, first + steps)
         self._annotation: Any = None
+        self._phase = OUTSIDE
         self._recording = False
+        self._peaks: dict[str, int] = {}
 
     def boundary(self, phase: str | None) -> None:
         """A phase begins, or none: what `meter.Meter` tells."""
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
+            if _on_cuda():  # the meter has started the allocator's peak anew at the phase's beginning
+                self._peaks[self._phase] = max(torch.cuda.max_memory_allocated(), self._peaks.get(self._phase, 0))
         if phase is not None and self._recording:
+            self._phase = phase
             self._annotation = torch.profiler.record_function(_PREFIX + phase)
             self._annotation.__enter__()
 
@@ -104,20 +111,28 @@ class Tracer:
             yield
             return
         holds = held() if held is not None else {}
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda, self._peaks = _on_cuda(), {}
         activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if cuda else [])
-        with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=not cuda) as profiler:
-            self._recording = True
-            try:
-                yield
-            finally:
-                self.boundary(None)
-                self._recording = False
-                if cuda:
-                    torch.cuda.synchronize()
+        profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=not cuda)
+        profiler.start()
+        self._recording = True
+        try:
+            yield
+        finally:
+            self.boundary(None)
+            self._recording = False
+            if cuda:
+                torch.cuda.synchronize()
+            profiler.stop()
+        events = _exported(profiler)
+        del profiler
+        gc.collect()  # it has weak references to the parameters, which therefore could not be moved to another device
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        found = {name: asdict(phase) for name, phase in summary(_exported(profiler), world).items()}
-        content = {"step": step, "stretch": stretch, "rank": rank, "held": holds, "phases": found}
+        phases = summary(events, world)
+        for name, peak in self._peaks.items():
+            phases[name].peak = peak
+        found = {name: asdict(phase) for name, phase in phases.items()}
+        content = {"step": step, "stretch": stretch, "rank": rank, "device": "cuda" if cuda else "cpu", "held": holds, "phases": found}
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{stretch}_step_{step}_rank_{rank}.json").write_text(json.dumps(content) + "\n")
 
@@ -144,6 +159,10 @@ def recording(stretch: str, step: int, held: Callable[[], dict[str, int]] | None
         return
     with found.recording(stretch, step, held):
         yield
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

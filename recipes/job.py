@@ -131,7 +131,7 @@ def _prepare(recipe: Recipe, verl: DictConfig) -> None:
 @contextmanager
 def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
     """Ray for one job: (verl's configuration as its processes get it, options of the driver's actor). Raises `RecipeError`."""
-    environment = _environment(recipe)
+    environment = _environment(recipe, verl.trainer.n_gpus_per_node)
     os.environ |= environment
     try:
         _start_ray(verl, verbose, environment)
@@ -158,9 +158,9 @@ def _finished(recipe: Recipe, total: int) -> bool:
     return path.is_file() and json.loads(path.read_text())["steps"] >= total
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
-    """Environment of every process of the job."""
-    threads = str(recipe.threads or os.cpu_count() or 1)
+def _environment(recipe: Recipe, ranks: int = 1) -> dict[str, str]:
+    """Environment of every process of the job. `ranks` of a machine work at the same time: on a CPU they share its cores."""
+    threads = str(recipe.threads or max(1, (os.cpu_count() or 1) // (ranks if recipe.device == "cpu" else 1)))
     found = {
         "VERL_USE_EXTERNAL_MODULES": PLUGINS,
         "OMP_NUM_THREADS": threads,

@@ -179,6 +179,10 @@ class SamebitsServer(vLLMHttpServer):
         """Digest of every base weight as each engine rank holds it, by canonical module path."""
         return list(await self.engine.collective_rpc("samebits_base_digests"))
 
+    async def held_bytes(self) -> list[dict[str, int]]:
+        """Bytes of weights, adapter slots and KV cache of each engine rank."""
+        return list(await self.engine.collective_rpc("samebits_held_bytes"))
+
     async def profile_hashes(self) -> list[str]:
         """Hash of the numerics profile of each engine rank."""
         return list(await self.engine.collective_rpc("samebits_profile"))

@@ -113,6 +113,7 @@ def _recorded(rank: int, world: int) -> dict:
     folder = tracing.Path(tracing.os.environ["TRACED"])
     tracer = Tracer(folder, first=2, steps=1)
     meter = Meter("cpu", tracer.boundary)
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
     for step in (1, 2, 3):
         with tracer.recording("train", step, lambda: {"base": 7}):
             meter.enter("forward")
@@ -122,7 +123,12 @@ def _recorded(rank: int, world: int) -> dict:
             meter.enter("backward")
             dist.all_reduce(torch.ones(10))
             meter.enter("optimizer")
+            loss = torch.nn.functional.linear(torch.ones(1, 4), parameter).sum()
+            loss.backward()
+            parameter.grad = loss = None
             meter.stop()
+        # What verl does to move a model to another device; it refuses a tensor to which the profiler still refers.
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(4, 4)))
     return {name: measured.seconds for name, measured in meter.take().items()}
 
 
