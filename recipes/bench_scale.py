@@ -81,9 +81,17 @@ def run(
 
 
 def _require_sound(recipe: Recipe, verl: DictConfig) -> None:
-    from .validate import validate
+    from .data import look_up
+    from .math_data import DataError
+    from .validate import require_enough, validate
 
     validate(recipe, verl)
+    try:
+        problems = next(iter(look_up(recipe))).problems
+    except DataError as error:
+        raise RecipeError(str(error)) from None
+    if problems is not None:
+        require_enough(verl, problems)
 
 
 def result(subject: str, total: bool, measurements: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebits.kernels.spans import Work, length, minus, overlaps, union
@@ -18,6 +18,7 @@ def instants(some) -> set[int]:
     return {i for start, end in some for i in range(start, end)}
 
 
+@settings(deadline=None)
 @given(spans)
 def test_a_union_has_the_same_instants_once(some):
     found = union(some)
@@ -26,6 +27,7 @@ def test_a_union_has_the_same_instants_once(some):
     assert union(found) == found and union(reversed(some)) == found
 
 
+@settings(deadline=None)
 @given(spans, spans)
 def test_a_difference_has_the_instants_of_the_first_alone(some, others):
     found = minus(some, others)
@@ -33,6 +35,7 @@ def test_a_difference_has_the_instants_of_the_first_alone(some, others):
     assert length(found) + len(instants(some) & instants(others)) == length(some)
 
 
+@settings(deadline=None)
 @given(spans, spans, spans, spans)
 def test_exposed_is_what_no_compute_of_any_phase_covers(sent_a, done_a, sent_b, done_b):
     found = overlaps({"a": Work(sent_a, done_a), "b": Work(sent_b, done_b)})
