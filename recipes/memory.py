@@ -108,7 +108,7 @@ def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated) -> tuple[di
     A pool that does not hold one sequence is planned for one, so that the shortage shows. On a CPU the pool is given by itself.
     """
     rollout = verl.actor_rollout_ref.rollout
-    weights, slots = parts.engine_weights(recipe, found), parts.adapter_slots(recipe, found)
+    weights, slots = parts.engine_weights(recipe, verl, found), parts.adapter_slots(recipe, found)
     work = rollout.max_num_batched_tokens * _layer_width(found.model) * 4 + rollout.max_num_seqs * found.model.vocabulary * 4 * 2
     page, one_sequence = parts.sequence_bytes(recipe, verl, found)
     budget = parts.kv_budget(recipe, verl, found)

@@ -75,12 +75,19 @@ def largest_layer(verl: DictConfig, found: Validated) -> tuple[float, float]:
     return packed + experts, 4 * ((0 if spread else sizes.experts) / max(1, model.moe_layers) + sizes.rest / model.layers)
 
 
-def engine_weights(recipe: Recipe, found: Validated) -> float:
-    """The base on one engine GPU."""
-    model, ranks = found.model, found.layout.expert_ranks
-    if keeps_packed(recipe.profile):
-        return model.expert_bytes("nvfp4") / ranks + model.other_bytes("nvfp4")
-    return held_weights(model, ranks)
+def engine_weights(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
+    """The base on one engine GPU: matrices, embedding and head with rows up to a multiple of 64, norms, routing biases, rotary table."""
+    model, ranks, packed = found.model, found.layout.expert_ranks, keeps_packed(recipe.profile)
+    matrices = model.expert_bytes("nvfp4") / ranks + model.other_bytes("nvfp4") if packed else held_weights(model, ranks)
+    if packed and "nvfp4" in model.checkpoint_gb:
+        return matrices  # published with all that belongs to it
+    width = 2 if packed else 4
+    rows = -(-model.vocabulary // 64) * 64
+    ends = model.hidden * (2 * rows * width - model.vocabulary * (2 + width))  # beyond embedding and head of the line above
+    norms = model.hidden * (2 * model.layers + 1) + 2 * model.head_dim * model.layers
+    norms += 2 * model.sparse.index_dim * model.moe_layers if model.sparse else 0
+    biases = 0 if packed else 4 * model.moe_layers * model.experts  # packed, they are counted with the routers
+    return matrices + ends + norms * width + biases + longest(verl) * (model.head_dim // 2) * 4
 
 
 def adapter_slots(recipe: Recipe, found: Validated) -> float:
@@ -102,8 +109,10 @@ def adapter_slots(recipe: Recipe, found: Validated) -> float:
 
 def sequence_bytes(recipe: Recipe, verl: DictConfig, found: Validated) -> tuple[float, float]:
     """Bytes of K, V and index keys of one page over all layers, and of one sequence of full length in whole pages."""
-    kv_bits = {"nvfp4": "nvfp4", "bfloat16": "bf16", "float32": "fp32"}[recipe.profile.kv_cache]
-    page = PAGE_TOKENS * (found.model.kv_bytes_per_token(kv_bits) + found.model.index_bytes_per_token(kv_bits))
+    model, bits = found.model, BITS[{"nvfp4": "nvfp4", "bfloat16": "bf16", "float32": "fp32"}[recipe.profile.kv_cache]]
+    # Pages of one size for all layers: those without an indexer have its room, too.
+    heads = 2 * model.kv_heads + (1 if model.sparse else 0)
+    page = PAGE_TOKENS * model.layers * heads * model.head_dim * bits / 8
     return page, -(-longest(verl) // PAGE_TOKENS) * page
 
 

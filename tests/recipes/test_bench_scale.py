@@ -74,7 +74,7 @@ def bench(*arguments: str):
         ((RECIPE, "device=cpu", "--total"), "--total goes with --gpus"),
         ((RECIPE, "device=cpu", "trainer.n_gpus_per_node=2", "--gpus", "2"), "trainer.n_gpus_per_node is set by --gpus"),
         ((RECIPE, "device=cpu", "tracing.steps=2"), "tracing.steps is set by the measurement itself"),
-        ((RECIPE, "device=cpu", "--gpus", "1024"), "data.train_batch_size=16384 is more than the"),
+        ((RECIPE, "device=cpu", "--gpus", "4096"), "data.train_batch_size=65536 is more than the"),
         (("none.yaml", "--gpus", "2"), "no recipe at none.yaml"),
     ],
 )

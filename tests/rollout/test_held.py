@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
-from samebits.quant.checkpoint import Checkpoint
-from samebits.quant.profile import get_profile
-from samebits.recipes import support
-from samebits.recipes.plan_tables import model_of_config
+from samebits.recipes.config import load_recipe
+from samebits.recipes.layout import ROLLOUT
+from samebits.recipes.memory import engine_parts
+from samebits.recipes.validate import examine
 from samebits.rollout.held import held_bytes
 
-from .conftest import spec
+from .conftest import RANK
 
 pytestmark = pytest.mark.slow
 
@@ -29,16 +31,16 @@ def test_shared_memory_counts_once():
     assert held_bytes(model, [pages, (pages[:5], torch.zeros(3))]) == {"weights": 64, "adapter_slots": 2 * 12 * 4, "kv_cache": 10 + 12}
 
 
-@pytest.mark.parametrize("name", ["engine", "packed_engine"])
-def test_weights_slots_and_cache_are_those_planned(name, request, checkpoint):
-    engine = request.getfixturevalue(name)
-    counted = engine.rpc("samebits_held_bytes")
-    model = model_of_config(Checkpoint(checkpoint).config, "m3")
-    parameters = sum(n * k for n, k in spec().shapes().values())
-    assert counted["adapter_slots"] == 2 * 4 * parameters
-    profile = get_profile("w4a16-fp32", "nvfp4" if name == "packed_engine" else "auto")
-    bits = "nvfp4" if name == "packed_engine" else "fp32"
-    page = 128 * (model.kv_bytes_per_token(bits) + model.index_bytes_per_token(bits))
-    assert str(profile.kv_cache) == ("nvfp4" if name == "packed_engine" else "float32")
-    assert counted["kv_cache"] == 2**30 // page * page
-    assert counted["weights"] == pytest.approx(support.held_weights(model), rel=2e-2), "norms, biases and rows of padding are not planned"
+@pytest.mark.parametrize(("name", "cache"), [("engine", "auto"), ("packed_engine", "nvfp4")])
+def test_weights_slots_and_cache_are_those_planned(name, cache, request, checkpoint):
+    """To the byte, of the parts that the plan counts; the fixture's engine takes 1,024 tokens and rank 8."""
+    counted = request.getfixturevalue(name).rpc("samebits_held_bytes")
+    shutil.copyfile("recipes/tiny_m3_base/tokenizer.json", checkpoint / "tokenizer.json")
+    settings = [f"model={checkpoint}", "device=cpu", f"numerics.kv_cache={cache}", f"lora.rank={RANK}", f"{ROLLOUT}.max_model_len=1024"]
+    recipe, verl = load_recipe("recipes/tiny_m3_grpo.yaml", settings)
+    planned, _ = engine_parts(recipe, verl, examine(recipe, verl))
+    assert counted == {
+        "weights": planned["engine: base"],
+        "adapter_slots": planned["engine: adapter slots"],
+        "kv_cache": planned["engine: KV cache"],
+    }
