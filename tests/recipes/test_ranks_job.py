@@ -1,4 +1,4 @@
-"""The whole job on two ranks of one machine: two trainer processes under FSDP2, an engine replica for each, as `samebits train` starts it."""
+"""The whole job on two ranks of one machine, as `samebits train` starts it: two trainer processes under FSDP2, an engine for each."""
 
 from __future__ import annotations
 
