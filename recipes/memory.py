@@ -145,13 +145,15 @@ def trainer_parts(recipe: Recipe, verl: DictConfig, found: Validated, tokens: in
     forward, backward = (tokens * size for size in parts.layer_work(recipe, found))
     again = tokens * _layer_width(model) * 2 if verl.actor_rollout_ref.model.enable_gradient_checkpointing else 0.0
     head = parts.head_work(recipe, model, tokens)
+    # What a layer keeps is freed while its gradients come, whole and once more to be scattered; shards of gradients add up behind it.
+    layer = _larger("trainer: one layer, again and backward", again + backward, "trainer: gradient of a layer, whole", 2 * adapter)
+    first = state | gathered | kept | {"trainer: gradient": 4 * parameters / ranks / max(1, model.layers)}
     return {
         "forward": state | gathered | kept | _larger("trainer: one layer", forward, "trainer: logits", head[0]),
-        "backward": state | gathered | kept | gradient | {"trainer: gradient of a layer, whole": 2 * adapter}
-        | _larger("trainer: one layer, again and backward", again + backward, "trainer: logits", head[1]),
+        "backward": first | _larger(*layer.popitem(), "trainer: logits", head[1]),
         "optimizer": state | gradient | {"trainer: square roots of moments": 4 * parameters / ranks},
         "export": state | {"trainer: adapter to send": 2.0 * parameters, "trainer: adapter of one layer gathered": 1.5 * adapter},
-    }  # fmt: skip
+    }
 
 
 def _larger(first: str, size: float, second: str, other: float) -> dict[str, float]:

@@ -95,7 +95,7 @@ def adapter_slots(recipe: Recipe, found: Validated) -> float:
 
     The shared pair's B has the ranks of all three for every row: zeros outside of its own.
     """
-    model, width, sizes = found.model, 4 if recipe.profile.activations == "float32" else 2, trainable(found)
+    model, width, sizes = found.model, _width(recipe), trainable(found)
     count = sizes.experts / found.layout.expert_ranks + sizes.rest
     heads = [role for role in (Role.ATTN_Q, Role.ATTN_K, Role.ATTN_V) if role in found.spec.roles]
     if keeps_packed(recipe.profile) and heads:
@@ -122,41 +122,54 @@ def longest(verl: DictConfig) -> int:
 
 
 def kept_per_token(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
-    """Bytes that forward keeps of each token over all layers, with the Hopper kernels (what the CPU's references keep is more).
+    """Bytes that forward keeps of each token over all layers.
 
-    A layer keeps, in the compute dtype: stream and residual before both norms, what the norms put out, q and k before and after norm and
-    rotation, v, attention's output, the narrow products of every adapter, and gate and up of each expert of a token unless they are
-    recomputed; in fp32 attention's log-sum-exp and the router's scores. With gradient checkpointing stream and residual of each layer.
-    The last norm's two inputs and the head's are not in here.
+    A layer keeps, in the compute dtype: stream and residual before both norms (the first layer has no residual), what the norms put out, q
+    and k before and after norm and rotation, v, attention's output, the narrow products of every adapter, and gate and up of each expert
+    of a token unless they are recomputed; in fp32 attention's log-sum-exp and the router's scores. With gradient checkpointing stream and
+    residual of each layer. That is what the Hopper kernels keep. Torch's references on a CPU keep more: q, k and v once again in
+    padded buckets, both sides of attention's softmax, and the rows that are gathered for experts with their activation.
+    The last norm's two inputs are not in here.
     """
-    model, width, rank = found.model, 4 if recipe.profile.activations == "float32" else 2, found.spec.rank
+    model, width, rank = found.model, _width(recipe), found.spec.rank
+    streams = 2 * model.layers - 1
     if verl.actor_rollout_ref.model.enable_gradient_checkpointing:
-        return model.layers * 2 * model.hidden * width
+        return streams * model.hidden * width
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     roles = set(found.spec.roles)
 
     def narrow(group: tuple[Role, ...]) -> int:
         return rank * len(roles & set(group))
 
-    attention = 6 * model.hidden + 3 * q + 3 * kv + narrow(ATTENTION_ROLES)
+    attention = 3 * q + 3 * kv + narrow(ATTENTION_ROLES)
     halves = 0 if recipe.recompute.experts else 2
     dense = halves * model.dense_intermediate + narrow(DENSE_ROLES)
     shared = halves * model.shared_intermediate + narrow(SHARED_ROLES)
     routed = model.experts_per_token * (halves * model.expert_intermediate + narrow(EXPERT_ROLES))
+    if recipe.device == "cpu":
+        sequence = verl.data.max_prompt_length + verl.data.max_response_length
+        attention += q + 2 * kv + 2 * model.heads * sequence
+        routed += model.experts_per_token * (model.hidden + model.expert_intermediate)
     scores = 4 * (model.layers * model.heads + model.moe_layers * (2 * model.experts + 6 * model.experts_per_token))
-    return width * (model.layers * attention + model.dense_layers * dense + model.moe_layers * (shared + routed)) + scores
+    hidden = (streams + 4 * model.layers) * model.hidden
+    return width * (hidden + model.layers * attention + model.dense_layers * dense + model.moe_layers * (shared + routed)) + scores
 
 
 def kept_adapters(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
     """The adapter's values in the compute dtype, whole on every rank, which forward keeps beside them; none with checkpointing."""
     if verl.actor_rollout_ref.model.enable_gradient_checkpointing:
         return 0.0
-    return (4 if recipe.profile.activations == "float32" else 2) * trainable(found).total
+    return _width(recipe) * trainable(found).total
+
+
+def _width(recipe: Recipe) -> int:
+    """Bytes of an element in the compute dtype."""
+    return 4 if recipe.profile.activations == "float32" else 2
 
 
 def layer_work(recipe: Recipe, found: Validated) -> tuple[float, float]:
     """Bytes for each token that the widest part of one layer, its experts, takes beside what is kept: in forward, in backward."""
-    model, width = found.model, 4 if recipe.profile.activations == "float32" else 2
+    model, width = found.model, _width(recipe)
     pairs, inner, hidden = model.experts_per_token, model.expert_intermediate, model.hidden
     forward = pairs * (width * inner + 4 * hidden) + 2 * width * hidden
     # Gradient of the activation, of gate and up, the activation again, then fp32 rows of the input's gradient.
@@ -165,11 +178,14 @@ def layer_work(recipe: Recipe, found: Validated) -> tuple[float, float]:
 
 
 def head_work(recipe: Recipe, model: Model, tokens: int) -> tuple[float, float]:
-    """Bytes of the ends of the model, in forward and at the beginning of backward: what the last norm and the head keep, and one chunk of
-    fp32 logits; in backward also its gradient, and that in two bf16 parts (on a CPU the fp32 head)."""
+    """Bytes of the ends of the model, in forward and at the beginning of backward.
+
+    What the last norm keeps (and, in chunks, the head) and one chunk of fp32 logits; in backward also its gradient, and that in two bf16
+    parts (on a CPU the head in fp32).
+    """
     cpu = recipe.device == "cpu"
     rows = min(tokens, max(1, CHUNK_LOGITS[recipe.device] // model.vocabulary))
-    ends = 3 * model.hidden * (4 if recipe.profile.activations == "float32" else 2) * tokens
+    ends = (3 if tokens > rows else 2) * model.hidden * _width(recipe) * tokens
     chunk = rows * model.vocabulary * 4
     return ends + chunk, ends + 3 * chunk + (4 * model.vocabulary * model.hidden if cpu else 0)
 
