@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
 
-
 _ENGINE_DIED = re.compile(r"See (root cause above|stack trace \(above\))")  # vLLM's words for an engine process that is gone
 _ENGINE_ERROR = re.compile(r"\(EngineCore[^)]*\).*?\b((?:[A-Z]\w*)(?:Error|Exception|Mismatch): .+)")
 
