@@ -8,6 +8,7 @@ Nothing here trusts that a transfer succeeded; a missing answer is a failure.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,9 @@ class SyncVerdict:
     """The slowest replica, from export to verified."""
     ranks: int
     """Engine ranks that answered."""
+    replicas: int
+    digest: str
+    """BLAKE2b of all digests: one for the adapter that every trainer rank sent and every engine rank holds."""
 
 
 def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profile_hash: str) -> SyncVerdict:
@@ -47,11 +51,12 @@ def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profi
         reports: for each replica the fields of `rollout.server.SyncReport`, or None where nothing was ever sent.
         version: adapter version that the trainer holds. profile_hash: the trainer's numerics profile.
     Raises:
-        WeightMismatch: naming replica, rank and what is missing, stale or different.
+        WeightMismatch: naming replica, rank and what is missing, stale or different; also where two replicas were sent different bits.
     """
     ranks = 0
     if not reports:
         raise WeightMismatch("there is no engine replica to check")
+    first: Manifest | None = None
     for replica, report in enumerate(reports):
         if report is None:
             raise WeightMismatch(f"replica {replica}: no adapter was ever synced, the trainer is at version {version}")
@@ -76,12 +81,20 @@ def verify_sync(reports: Sequence[Mapping[str, Any] | None], version: int, profi
             except AdapterError as error:
                 raise WeightMismatch(str(error)) from None
             ranks += 1
+        if first is None:
+            first = sent
+        elif first.differences(sent):
+            # Each replica gets what a trainer rank of its own gathered: that it holds it says nothing yet of the other replicas.
+            names = [name for name, digest in first.digests.items() if sent.digests.get(name) != digest] or ["other tensors"]
+            raise WeightMismatch(f"replica {replica}: its trainer rank sent it another adapter than replica 0 was sent: {names[0]}")
     return SyncVerdict(
         version=version,
         tensors=int(reports[0]["tensors"]),
         bytes=int(reports[0]["bytes"]),
         seconds=max(float(r["seconds"]) for r in reports),
         ranks=ranks,
+        replicas=len(reports),
+        digest=hashlib.blake2b(json.dumps(first.digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
     )
 
 

@@ -8,6 +8,7 @@ start anew at each boundary: what the caching allocator handed out and what it h
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ class Phase:
 class Meter:
     """Phases of one process on one device."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, listener: Callable[[str | None], None] | None = None) -> None:
+        """`listener` is told each phase when it begins, and None when one ends (see `tracing.boundary`)."""
         self.device = torch.device(device)
+        self._listener = listener
         self._cuda = self.device.type == "cuda"
         self._name: str | None = None
         self._start: Any = None
@@ -42,6 +45,8 @@ class Meter:
         self.stop()
         self._name = name
         self._reset_peaks()
+        if self._listener is not None:
+            self._listener(name)
         self._start = self._now()
 
     def stop(self) -> None:
@@ -49,6 +54,8 @@ class Meter:
         if self._name is not None:
             self._done.append((self._name, self._start, self._now(), self._peaks()))
             self._name = None
+            if self._listener is not None:
+                self._listener(None)
 
     def take(self) -> dict[str, Phase]:
         """Phases since the last call, in the order in which they were first entered; the running one is ended."""

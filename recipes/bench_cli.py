@@ -56,21 +56,33 @@ def step(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="steps to measure; of a run all are")] = 8,
     warm_up: Annotated[int, typer.Option(min=0, help="steps before them, which are left out")] = 2,
+    traced: Annotated[int, typer.Option(min=0, help="steps after them whose communication is recorded, which are slower")] = 1,
+    gpus: Annotated[str | None, typer.Option(help="measure on 1 and on so many GPUs of this host: N or N,M,... (powers of two)")] = None,
+    total: Annotated[bool, typer.Option("--total", help="with --gpus: the same batch in all, not for each GPU")] = False,
     json_file: JsonFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Time by phase, tokens a second, memory and bytes on the wire of real training steps."""
+    """Time by phase, tokens a second, memory, communication and bytes on the wire of real training steps."""
     require_writable(json_file)
-    from . import bench_step
+    from . import bench_scale, bench_step
 
     folder = Path(subject)
+    if total and gpus is None:
+        raise fail("--total goes with --gpus")
     if (folder / "metrics.jsonl").is_file():
-        if overrides:
-            raise fail(f"{subject} is a finished run: {overrides[0]} would change nothing")
+        changed = [*(overrides or []), *([f"--gpus {gpus}"] if gpus else [])]
+        if changed:
+            raise fail(f"{subject} is a finished run: {changed[0]} would change nothing")
         result = _measured(lambda: bench_step.of_run(folder, warm_up))
     else:
         quiet_job(verbose)
-        result = _measured(lambda: bench_step.run(subject, overrides or [], steps, warm_up, console, verbose))
+        measure = {"steps": steps, "warm_up": warm_up, "traced": traced, "verbose": verbose}
+        if gpus is not None:
+            result = _measured(lambda: bench_scale.run(subject, overrides or [], bench_scale.parse(gpus), total, measure, console))
+            bench_scale.show(result, console)
+            write_json(json_file, result)
+            return
+        result = _measured(lambda: bench_step.run(subject, overrides or [], console=console, **measure))
     bench_step.show(result, console)
     write_json(json_file, result)
 

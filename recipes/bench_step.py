@@ -15,15 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from .config import Recipe, RecipeError
+from . import bench_traces, memory_measured
+from .config import TRACES, Recipe, RecipeError
 from .phases import ENGINE, TRAINER
 
 SCHEMA = "samebits.bench.step/1"
 Line = Mapping[str, Any]
-OWN = ("run_dir", "trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "checks.every")
+OWN = (
+    "run_dir", "trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.val_before_train", "checks.every",
+    "tracing.first", "tracing.steps",
+)  # fmt: skip
 """Keys that the measurement sets itself."""
 
 
@@ -55,10 +60,12 @@ class NotMeasured(ValueError):
     """A run has nothing to show. The message is one line."""
 
 
-def run(recipe: str, overrides: Sequence[str], steps: int, warm_up: int, console: Console, verbose: bool) -> dict[str, Any]:
-    """Run `warm_up + steps` steps of a recipe in a directory of their own and measure the last ones.
+def run(
+    recipe: str, overrides: Sequence[str], steps: int, warm_up: int, console: Console, verbose: bool, traced: int = 1
+) -> dict[str, Any]:
+    """Run a recipe in a directory of its own: `warm_up` steps, `steps` that are measured, and `traced` whose communication is recorded.
 
-    Raises `RecipeError`, and `JobFailed` when the job stops.
+    Recorded steps are slower and are not measured. Raises `RecipeError`, and `JobFailed` when the job stops.
     """
     from .config import load_recipe
     from .job import train
@@ -68,23 +75,40 @@ def run(recipe: str, overrides: Sequence[str], steps: int, warm_up: int, console
     if taken:
         raise RecipeError(f"{taken[0]} is set by the measurement itself")
     with tempfile.TemporaryDirectory(prefix="samebits-bench-") as folder:
-        values = (f"{folder}/run", warm_up + steps, -1, -1, "false", 0)
+        values = (f"{folder}/run", warm_up + steps + traced, -1, -1, "false", 0, warm_up + steps + 1, traced)
         own, verl = load_recipe(recipe, [*overrides, *(f"{k}={v}" for k, v in zip(OWN, values, strict=True))], planned=True)
         train(own, verl, console, verbose)
-        return measured(recipe, own, read_metrics(own.folder / "metrics.jsonl"), warm_up)
+        found = measured(recipe, own, read_metrics(own.folder / "metrics.jsonl"), warm_up)
+        return found | _recorded(own, verl, found["tokens"])
 
 
 def of_run(folder: Path, warm_up: int) -> dict[str, Any]:
     """Measure what a run has left. Raises `RecipeError`, `NotMeasured`."""
     from .run_dir import load_run, read_metrics
 
-    recipe, _ = load_run(folder)
-    return measured(str(folder), recipe, read_metrics(folder / "metrics.jsonl"), warm_up)
+    recipe, verl = load_run(folder)
+    found = measured(str(folder), recipe, read_metrics(folder / "metrics.jsonl"), warm_up)
+    return found | _recorded(recipe, verl, found["tokens"])
+
+
+def _recorded(recipe: Recipe, verl: DictConfig, tokens: Mapping[str, float | None]) -> dict[str, Any]:
+    """What lies beside a run's metrics: its GPUs, the recordings of its ranks, and what was planned of their memory."""
+    from samebits.kernels import tracing
+
+    folder = recipe.folder / TRACES
+    records = tracing.read(folder)
+    every = (tokens["prompt"] or 0) + (tokens["response"] or 0)
+    return {
+        "gpus": verl.trainer.nnodes * verl.trainer.n_gpus_per_node,
+        "communication": bench_traces.communication(records),
+        "plan": memory_measured.compare(recipe, verl, every, records, memory_measured.engine_records(folder)),
+    }
 
 
 def measured(subject: str, recipe: Recipe, lines: Sequence[Line], warm_up: int) -> dict[str, Any]:
-    """The result of `metrics.jsonl`'s `lines`, without the first `warm_up` steps. Raises `NotMeasured`."""
-    trained = [line for line in lines if line["step"] > 0]
+    """The result of `metrics.jsonl`'s `lines`, without the first `warm_up` steps and those that were recorded. Raises `NotMeasured`."""
+    recorded = range(recipe.tracing.first, recipe.tracing.first + recipe.tracing.steps)
+    trained = [line for line in lines if line["step"] > 0 and line["step"] not in recorded]
     steps = trained[warm_up:]
     if not steps:
         raise NotMeasured(f"{subject}: {len(trained)} steps, of which the first {warm_up} are left out: there is none to measure")
@@ -229,6 +253,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             f"generated, {tokens['trained_per_second']:,.0f} trained and {tokens['per_second']:,.0f} overall a second"
         )
     show_memory(result["memory"], console)
+    if result.get("communication") is not None:
+        bench_traces.show(result["communication"], console)
+    if result.get("plan") is not None:
+        memory_measured.show(result["plan"], console)
     sync = result["sync"]
     text = (
         f"a sync sends {sync['bytes']:,} bytes in {sync['tensors']} tensors by {', '.join(sync['paths']) or 'a path that was not recorded'}"

@@ -27,6 +27,8 @@ from samebits.quant.profile import NumericsProfile, get_profile
 from .data import reward_function
 
 RECIPES = Path(__file__).parent
+TRACES = "traces"
+"""Folder of a run with the recordings of `tracing`."""
 PARITY = "parity"
 """Folder of a run in which the first logprob that broke `numerics.parity=bitwise` is recorded."""
 
@@ -172,12 +174,24 @@ class Cluster:
 
 
 @dataclass
+class Tracing:
+    """Steps in which every trainer rank records its kernels and collectives into `traces/`; they take longer than others."""
+
+    first: int = 1
+    """The first of them."""
+    steps: int = 0
+
+
+@dataclass
 class Fault:
     """A fault injected on purpose, to see that the job stops."""
 
     kind: str | None = None
-    """skip_sync: from `step` on, adapters are no longer sent. oom: the trainer runs out of memory in the backward of step `step`."""
+    """skip_sync: from `step` on, adapters are no longer sent. wrong_tensor: from `step` on, one bit of one tensor changes on its way to
+    the engine. oom: the trainer runs out of memory in the backward of step `step`."""
     step: int = 1
+    replica: int | None = None
+    """Engine replica that skip_sync or wrong_tensor befalls; unset: all."""
 
 
 @dataclass
@@ -208,6 +222,7 @@ class Recipe:
     grading: Grading = field(default_factory=Grading)
     tracking: Tracking = field(default_factory=Tracking)
     cluster: Cluster = field(default_factory=Cluster)
+    tracing: Tracing = field(default_factory=Tracing)
     fault: Fault = field(default_factory=Fault)
 
     @property

@@ -22,8 +22,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from samebits.kernels import tracing
+
 from . import run_dir
-from .config import Recipe, RecipeError
+from .config import TRACES, Recipe, RecipeError
 from .data import task_data, write_task_data
 from .math_data import DataError
 from .nodes import require_alike
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from .loop import SamebitsTrainer
 
 PLUGINS = "samebits.trainer.plugin,samebits.rollout.verl_plugin"
-
 
 _ENGINE_DIED = re.compile(r"See (root cause above|stack trace \(above\))")  # vLLM's words for an engine process that is gone
 _ENGINE_ERROR = re.compile(r"\(EngineCore[^)]*\).*?\b((?:[A-Z]\w*)(?:Error|Exception|Mismatch): .+)")
@@ -130,7 +131,7 @@ def _prepare(recipe: Recipe, verl: DictConfig) -> None:
 @contextmanager
 def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
     """Ray for one job: (verl's configuration as its processes get it, options of the driver's actor). Raises `RecipeError`."""
-    environment = _environment(recipe)
+    environment = _environment(recipe, verl.trainer.n_gpus_per_node)
     os.environ |= environment
     try:
         _start_ray(verl, verbose, environment)
@@ -158,9 +159,9 @@ def _finished(recipe: Recipe, total: int) -> bool:
     return path.is_file() and json.loads(path.read_text())["steps"] >= total
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
-    """Environment of every process of the job."""
-    threads = str(recipe.threads or os.cpu_count() or 1)
+def _environment(recipe: Recipe, ranks: int = 1) -> dict[str, str]:
+    """Environment of every process of the job. `ranks` of a machine work at the same time: on a CPU they share its cores."""
+    threads = str(recipe.threads or max(1, (os.cpu_count() or 1) // (ranks if recipe.device == "cpu" else 1)))
     found = {
         "VERL_USE_EXTERNAL_MODULES": PLUGINS,
         "OMP_NUM_THREADS": threads,
@@ -172,8 +173,10 @@ def _environment(recipe: Recipe) -> dict[str, str]:
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),  # a cluster of this machine alone
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "SAMEBITS_FAULT": json.dumps({"kind": recipe.fault.kind, "step": recipe.fault.step}),
+        "SAMEBITS_FAULT": json.dumps(vars(recipe.fault)),
     }
+    if recipe.tracing.steps:
+        found[tracing.VARIABLE] = json.dumps(vars(recipe.tracing) | {"folder": str(recipe.folder / TRACES)})
     if recipe.device == "cpu":
         found |= {
             "VERL_PLATFORM": "cpu",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import shutil
 import time
@@ -33,7 +34,7 @@ from samebits.quant.profile import require_same
 from samebits.trainer.m3_config import M3Dims
 from samebits.trainer.parity import ParityLost
 
-from .config import Recipe
+from .config import TRACES, Recipe
 from .data import RECORD
 from .parity import parting_operation
 from .phases import step_phases, sync_metrics
@@ -166,8 +167,11 @@ class SamebitsTrainer(PPOTrainerSync):
                 result.require(False, str(error))
             else:
                 result.compared = verdict.tensors * verdict.ranks
-                result.metrics = {"tensors": verdict.tensors, "bytes": verdict.bytes, "ranks": verdict.ranks}
+                result.metrics = {key: getattr(verdict, key) for key in ("tensors", "bytes", "replicas", "ranks")}
         self.history.write(self.global_steps, "sync", [result])
+        traced = self.recipe.tracing
+        if traced.first <= self.global_steps < traced.first + traced.steps:
+            self._record_engines(reports)
         if result.findings:
             raise WeightMismatch(result.findings[0].message)
         self._step_metrics |= {
@@ -175,10 +179,24 @@ class SamebitsTrainer(PPOTrainerSync):
             "sync/bytes": verdict.bytes,
             "sync/seconds": verdict.seconds,
             "sync/verified": True,
+            "sync/replicas": verdict.replicas,
+            "sync/ranks": verdict.ranks,
             "adapter/version": verdict.version,
+            "adapter/digest": verdict.digest,
             **sync_metrics(reports),
             "time/sync_check": time.perf_counter() - started,
         }
+
+    def _record_engines(self, reports: list) -> None:
+        """What each engine rank holds, beside the recordings of the trainer's ranks."""
+        held = ray.get([s.held_bytes.remote() for s in self.llm_server_manager.server_handles])
+        engines = [
+            {"replica": i, "held": ranks, "memory": report["memory"].get("engine", {}) if report else {}}
+            for i, (ranks, report) in enumerate(zip(held, reports, strict=True))
+        ]
+        folder = self.recipe.folder / TRACES
+        folder.mkdir(exist_ok=True)
+        (folder / f"engines_{self.global_steps}.json").write_text(json.dumps(engines) + "\n")
 
     def prepare_step(self) -> dict:
         """Generate and grade this step's samples."""

@@ -12,18 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from samebits.quant.roles import EXPERT_ROLES
-
+from . import memory_parts as parts
 from .config import Recipe
-from .plan_tables import BITS, Model
-from .planning import PAGE_TOKENS
-from .support import ENGINE_BITS, held_weights, keeps_packed, packed_weights
+from .plan_tables import Model
+from .support import ENGINE_BITS, keeps_packed
 from .validate import Validated
-
-SLOTS = 2
-"""Adapter versions that an engine holds: the one in use and the next."""
-LOGITS_CHUNK = 3 * 4 * 2**25
-"""Bytes of the logits of one chunk in the trainer's head, with their softmax and gradient in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,50 +61,17 @@ class MemoryReport:
 def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     """Memory by phase. A KV pool that does not hold one whole sequence counts as short in `generate`."""
     model, layout, rollout, actor = found.model, found.layout, verl.actor_rollout_ref.rollout, verl.actor_rollout_ref.actor
-    profile = recipe.profile
-    width = 4 if profile.activations == "float32" else 2
-    trainable = _trainable(found)
-    parameters = sum(trainable)
-    base = model.expert_bytes("nvfp4") + model.other_bytes("nvfp4")
+    parameters = parts.trainable(found).total
     usable = found.gpu.memory_gb * 1e9 * recipe.cluster.usable_share if found.gpu else None
-
-    packed = keeps_packed(profile)
-    weights = (packed_weights if packed else held_weights)(model, layout.expert_ranks, layout.tensor_ranks)
-    slots = SLOTS * width * (trainable[0] / layout.expert_ranks + trainable[1])
-    step_tokens = rollout.max_num_batched_tokens
-    work = step_tokens * _layer_width(model) * 4 + rollout.max_num_seqs * model.vocabulary * 4 * 2
-    sequence = rollout.max_model_len or verl.data.max_prompt_length + verl.data.max_response_length
-    pages = -(-sequence // PAGE_TOKENS) * PAGE_TOKENS
-    kv_bits = {"nvfp4": "nvfp4", "bfloat16": "bf16", "float32": "fp32"}[profile.kv_cache]
-    one_sequence = pages * (model.kv_bytes_per_token(kv_bits) / layout.tensor_ranks + model.index_bytes_per_token(kv_bits))
-    budget = found.gpu.memory_gb * 1e9 * rollout.gpu_memory_utilization if found.gpu else None
-    pool = one_sequence if budget is None else max(one_sequence, budget - weights - slots - work)
-    engine = {"engine: base": weights, "engine: adapter slots": slots, "engine: one forward": work, "engine: KV cache": pool}
-
+    engine, sequences = engine_parts(recipe, verl, found)
+    weights, slots = engine["engine: base"], engine["engine: adapter slots"]
+    held = parts.trainer_state(recipe, found)
     state = {
-        "trainer: base, its shard": 0.0 if actor.fsdp_config.param_offload else base / layout.fsdp,
-        "trainer: adapter, fp32": 0.0 if actor.fsdp_config.param_offload else 4 * parameters / layout.fsdp,
-        "trainer: moments": 0.0 if actor.fsdp_config.optimizer_offload else 8 * parameters / layout.fsdp,
+        "trainer: base, its shard": 0.0 if actor.fsdp_config.param_offload else held["base"],
+        "trainer: adapter, fp32": 0.0 if actor.fsdp_config.param_offload else held["adapter"],
+        "trainer: moments": 0.0 if actor.fsdp_config.optimizer_offload else held["moments"],
     }
-    tokens = actor.ppo_max_token_len_per_gpu
-    per_layer = _largest_layer(model, found)
-    kept = 2 * model.hidden * width
-    recomputed = _layer_width(model) * 4
-    layers_kept = kept if verl.actor_rollout_ref.model.enable_gradient_checkpointing else recomputed
-    if recipe.recompute.experts and layers_kept == recomputed:
-        layers_kept -= 4 * 2 * (model.experts_per_token * model.expert_intermediate + model.shared_intermediate)
-    training = {
-        "trainer: base, its shard": base / layout.fsdp,
-        "trainer: adapter, fp32": 4 * parameters / layout.fsdp,
-        "trainer: moments": 8 * parameters / layout.fsdp,
-        "trainer: gradient": 4 * parameters / layout.fsdp,
-        "trainer: layers gathered": 2 * per_layer if layout.fsdp > 1 else 0.0,
-        "trainer: embedding and head gathered": 2 * model.vocabulary * model.hidden * 2 if layout.fsdp > 1 else 0.0,
-        "trainer: head in fp32": model.vocabulary * model.hidden * 4,
-        "trainer: activations kept": tokens * model.layers * layers_kept,
-        "trainer: one layer, forward and backward": tokens * recomputed * 2,
-        "trainer: logits": LOGITS_CHUNK,
-    }
+    training = trainer_parts(recipe, verl, found, actor.ppo_max_token_len_per_gpu)["backward"]
     asleep = rollout.free_cache_engine
     resident = {"engine: adapter slots": slots} if asleep else engine
     syncing = {k: v for k, v in engine.items() if k != "engine: KV cache"} if asleep else engine
@@ -127,10 +87,10 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     if asleep:
         host["engine weights put aside"] = weights * ranks
     if actor.fsdp_config.param_offload or actor.fsdp_config.optimizer_offload:
-        host["trainer state put aside"] = (base / layout.fsdp + 12 * parameters / layout.fsdp) * ranks
+        host["trainer state put aside"] = sum(held.values()) * ranks
     return MemoryReport(
         phases=phases,
-        sequences=None if budget is None else int((budget - weights - slots - work) // one_sequence),
+        sequences=sequences,
         host=host,
         adapter_parameters=parameters,
         sync={
@@ -138,11 +98,71 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
             "to all replicas": sent * layout.replicas,
             "gathered by each trainer rank": 4.0 * parameters * (layout.fsdp - 1) / layout.fsdp,
         },
-        assumptions=_assumptions(recipe, found, packed, sequence, kv_bits, asleep),
+        assumptions=_assumptions(recipe, found, parts.longest(verl), asleep),
     )
 
 
-def _assumptions(recipe: Recipe, found: Validated, packed: bool, sequence: int, kv: str, asleep: bool) -> tuple[str, ...]:
+def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated) -> tuple[dict[str, float], int | None]:
+    """Parts of an engine rank, and how many sequences of full length its cache holds (None where no GPU is named).
+
+    A pool that does not hold one sequence is planned for one, so that the shortage shows. On a CPU the pool is given by itself.
+    """
+    rollout = verl.actor_rollout_ref.rollout
+    weights, slots = parts.engine_weights(recipe, verl, found), parts.adapter_slots(recipe, found)
+    work = rollout.max_num_batched_tokens * _layer_width(found.model) * 4 + rollout.max_num_seqs * found.model.vocabulary * 4 * 2
+    page, one_sequence = parts.sequence_bytes(recipe, verl, found)
+    budget = parts.kv_budget(recipe, verl, found)
+    if budget is None:
+        room = one_sequence
+    elif recipe.device == "cpu":
+        room = budget // page * page
+    else:
+        room = budget - weights - slots - work
+    named = {"engine: base": weights, "engine: adapter slots": slots, "engine: one forward": work}
+    sequences = None if found.gpu is None else int(room // one_sequence)
+    return named | {"engine: KV cache": max(one_sequence, room)}, sequences
+
+
+def trainer_parts(recipe: Recipe, verl: DictConfig, found: Validated, tokens: int) -> dict[str, dict[str, float]]:
+    """Parts of a trainer rank by phase (forward, backward, optimizer, export), with `tokens` in its largest micro-batch."""
+    model, parameters, ranks = found.model, parts.trainable(found).total, found.layout.fsdp
+    held = parts.trainer_state(recipe, found)
+    state = {
+        "trainer: base, its shard": held["base"],
+        "trainer: adapter, fp32": held["adapter"],
+        "trainer: moments": held["moments"],
+    }
+    packed, adapter = parts.largest_layer(verl, found)
+    gathered = {
+        "trainer: layers gathered": 2 * (packed + adapter) if ranks > 1 else 0.0,
+        "trainer: embedding and head gathered": 2 * model.vocabulary * model.hidden * 2 if ranks > 1 else 0.0,
+    }
+    kept = {
+        "trainer: activations kept": tokens * parts.kept_per_token(recipe, verl, found),
+        "trainer: adapter values kept": parts.kept_adapters(recipe, verl, found),
+    }
+    gradient = {"trainer: gradient": 4 * parameters / ranks}
+    forward, backward = (tokens * size for size in parts.layer_work(recipe, found))
+    again = tokens * _layer_width(model) * 2 if verl.actor_rollout_ref.model.enable_gradient_checkpointing else 0.0
+    head = parts.head_work(recipe, model, tokens)
+    # What a layer keeps is freed while its gradients come, whole and once more to be scattered; shards of gradients add up behind it.
+    layer = _larger("trainer: one layer, again and backward", again + backward, "trainer: gradient of a layer, whole", 2 * adapter)
+    first = state | gathered | kept | {"trainer: gradient": 4 * parameters / ranks / max(1, model.layers)}
+    return {
+        "forward": state | gathered | kept | _larger("trainer: one layer", forward, "trainer: logits", head[0]),
+        "backward": first | _larger(*layer.popitem(), "trainer: logits", head[1]),
+        "optimizer": state | gradient | {"trainer: square roots of moments": 4 * parameters / ranks},
+        "export": state | {"trainer: adapter to send": 2.0 * parameters, "trainer: adapter of one layer gathered": 1.5 * adapter},
+    }
+
+
+def _larger(first: str, size: float, second: str, other: float) -> dict[str, float]:
+    """Of two that are not there at the same time the larger."""
+    return {first: size} if size >= other else {second: other}
+
+
+def _assumptions(recipe: Recipe, found: Validated, sequence: int, asleep: bool) -> tuple[str, ...]:
+    packed, kv = keeps_packed(recipe.profile), recipe.profile.kv_cache
     share = recipe.cluster.usable_share
     margin = (
         f"margin: {1 - share:.1%} of {found.gpu.title}'s {found.gpu.memory_gb:g} GB are left free for runtime, communication and graphs"
@@ -157,30 +177,16 @@ def _assumptions(recipe: Recipe, found: Validated, packed: bool, sequence: int, 
     return (
         margin,
         base,
-        f"KV cache: {kv.upper()}, sequences of {sequence:,} tokens; the rest of gpu_memory_utilization is its pool",
-        "one forward and one layer: estimated from the widths of a layer's projections in fp32",
+        f"KV cache: {str(kv).upper()}, sequences of {sequence:,} tokens; the rest of gpu_memory_utilization is its pool",
+        "base, adapter, moments, slots and cache are counted; activations, one forward and one layer are estimated from the widths of "
+        "projections and what the Hopper kernels keep",
         "trainer: base packed; each layer gathered with the next one, the largest counted twice",
         "while training the engine keeps its adapter slots only" if asleep else "while training the engine keeps all it has",
     )
 
 
 def _rest(tensor_ranks: int) -> str:
-    return "on each" if tensor_ranks == 1 else f"over {tensor_ranks} but for indexer and router; adapters of it counted whole on each"
-
-
-def _trainable(found: Validated) -> tuple[int, int]:
-    """Adapter parameters of routed experts and of all else."""
-    experts = rest = 0
-    for role in found.spec.roles:
-        count = found.model.count(role) * found.spec.rank * sum(found.model.matrix(role))
-        experts, rest = (experts + count, rest) if role in EXPERT_ROLES else (experts, rest + count)
-    return experts, rest
-
-
-def _largest_layer(model: Model, found: Validated) -> float:
-    """Bytes of the largest layer as the trainer gathers it: packed base and fp32 adapter."""
-    base = model.expert_bytes("nvfp4") / max(1, model.moe_layers) + model.projection_parameters * BITS["mxfp8"] / 8 / model.layers
-    return base + 4 * sum(_trainable(found)) / max(1, model.moe_layers)
+    return "on each" if tensor_ranks == 1 else f"over {tensor_ranks} but for indexer, router and the A of every adapter"
 
 
 def _layer_width(model: Model) -> int:

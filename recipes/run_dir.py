@@ -3,6 +3,7 @@
 config.yaml     the recipe's own keys and verl's complete configuration
 data/           the prompts, as verl reads them, and their fingerprints
 metrics.jsonl   one line for each step; line 0 is the evaluation before training
+traces/         communication by step, rank and phase, where the recipe asks for it
 warnings.log    what went wrong without stopping the run
 tensorboard/, wandb/, tracking.json   where the recipe asks for them
 adapters/       one PEFT folder for each saved step
@@ -46,7 +47,7 @@ _FREE_KEYS = (
 )
 # What the data is, its fingerprint says: the same problems may come from another place.
 _FREE_OWN_KEYS = (
-    "checks", "fault", "numerics.parity", "threads", "run_dir", "tracking", "cluster",
+    "checks", "fault", "numerics.parity", "threads", "run_dir", "tracking", "cluster", "tracing",
     "data_source.train", "data_source.test", "data_source.without",
 )  # fmt: skip
 

@@ -39,6 +39,9 @@ _SIZES = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.max_lora_rank",
 )
+SYNC_FAULTS = ("skip_sync", "wrong_tensor")
+"""Faults on an adapter's way to an engine replica."""
+FAULTS = (*SYNC_FAULTS, "oom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def examine(recipe: Recipe, verl: DictConfig, *, planned: bool = False) -> Valid
     require_engine_limits(verl, model, recipe.lora.rank)
     _batches(verl)
     _task(recipe, verl)
-    _own_keys(recipe, verl)
+    _own_keys(recipe, verl, layout.replicas)
     return Validated(spec, model, layout, gpu, here, tuple(missing(recipe, verl, model, layout, gpu)))
 
 
@@ -95,17 +98,30 @@ def require_enough(verl: DictConfig, problems: int) -> None:
         raise RecipeError(f"data.train_batch_size={verl.data.train_batch_size} is more than the {problems} training problems")
 
 
-def _own_keys(recipe: Recipe, verl: DictConfig) -> None:
-    if recipe.fault.kind not in (None, "skip_sync", "oom"):
-        raise RecipeError(f"fault.kind: unknown fault {recipe.fault.kind!r}; known: skip_sync, oom")
+def _fault(recipe: Recipe, replicas: int) -> None:
+    fault = recipe.fault
+    if fault.kind is not None and fault.kind not in FAULTS:
+        raise RecipeError(f"fault.kind: unknown fault {fault.kind!r}; known: {', '.join(FAULTS)}")
+    if fault.step < 0:
+        raise RecipeError(f"fault.step must not be negative, it is {fault.step}")
+    if fault.replica is None:
+        return
+    if fault.kind not in SYNC_FAULTS:
+        raise RecipeError(f"fault.replica={fault.replica} would do nothing: only {' and '.join(SYNC_FAULTS)} befall a replica")
+    if not 0 <= fault.replica < replicas:
+        raise RecipeError(f"fault.replica={fault.replica}: the recipe has engine replicas 0 to {replicas - 1}")
+
+
+def _own_keys(recipe: Recipe, verl: DictConfig, replicas: int) -> None:
+    _fault(recipe, replicas)
     if not recipe.checks.max_kl > 0:
         raise RecipeError(f"checks.max_kl must be positive, not {recipe.checks.max_kl}")
     if not recipe.checks.kl_warn > 0:
         raise RecipeError(f"checks.kl_warn must be positive, not {recipe.checks.kl_warn}")
     if recipe.folder.exists() and not recipe.folder.is_dir():
         raise RecipeError(f"run_dir {recipe.folder}: is no folder")
-    if recipe.fault.step < 0:
-        raise RecipeError(f"fault.step must not be negative, it is {recipe.fault.step}")
+    if recipe.tracing.first < 1 or recipe.tracing.steps < 0:
+        raise RecipeError(f"tracing: step {recipe.tracing.first} and {recipe.tracing.steps} steps are no steps of a run")
     if recipe.checks.every < 0:
         raise RecipeError(f"checks.every must not be negative, it is {recipe.checks.every}")
     if not 0 <= recipe.seed < 2**31:

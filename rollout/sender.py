@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from samebits.kernels import tracing
 from samebits.kernels.meter import Meter
 from samebits.quant.adapter import AdapterError, Manifest, Taken, Taking
 from samebits.rollout.ipc import CUDA, SEPARATOR, FlatLayout, Handles, NotShareable, Peers, shared_text
@@ -62,20 +63,27 @@ class AdapterSender(ServerAdapter):
             device = torch.device("cuda", torch.cuda.current_device())
         together = self.engine_ranks > 1 and self.handles.uuid(device) is not None
         if not (sends or together):
-            _drain(weights)
+            with tracing.recording("sync", origin["version"]):
+                Meter(get_device_name(), tracing.boundary()).enter("export")
+                _drain(weights)
             return
         reason = await self._why_not_shared(device, sends, together)
         if not sends:
-            self._lend(weights, origin, device, reason)
+            with tracing.recording("sync", origin["version"]):
+                Meter(get_device_name(), tracing.boundary()).enter("export")
+                self._lend(weights, origin, device, reason)
             return
-        meter = Meter(device)
-        meter.enter("export")
+        meter = Meter(device, tracing.boundary())
         taking = Taking(origin["shapes"], self.engine_ranks)
-        tensors, flat = _laid_out(weights, origin, device, taking) if reason is None else (_on_host(weights, taking), None)
+        with tracing.recording("sync", origin["version"]):
+            meter.enter("export")
+            tensors, flat = _laid_out(weights, origin, device, taking) if reason is None else (_on_host(weights, taking), None)
         meter.enter("digest")
         manifest = Manifest.of(tensors, origin["version"], origin["profile"], taking.finish())
-        fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
-        skipped = fault.get("kind") == "skip_sync" and origin["version"] >= fault["step"]
+        fault = injected_fault(origin["version"], self.replica_rank)
+        skipped = fault == "skip_sync"
+        if fault == "wrong_tensor":
+            _change_one_bit(tensors)
         try:
             if flat is not None:
                 meter.enter("share")
@@ -158,6 +166,20 @@ class AdapterSender(ServerAdapter):
             "memory": {name: phase.memory for name, phase in phases.items()},
         }
         return await self.server_handle.sync_adapter.remote(source, manifest.to_json(), started, sender)
+
+
+def injected_fault(version: int, replica: int) -> str | None:
+    """The fault of a recipe that befalls the sync of `version` to `replica`; None without one."""
+    fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
+    if fault.get("kind") is None or version < fault["step"] or fault.get("replica") not in (None, replica):
+        return None
+    return fault["kind"]
+
+
+def _change_one_bit(tensors: Mapping[str, Tensor]) -> None:
+    """The lowest bit of the last element of the last tensor, after its digest was taken: what a bad copy or a late write leaves."""
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[-1:].view(torch.int16).bitwise_xor_(1)
 
 
 def _drain(weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -194,6 +194,10 @@ class SamebitsServer(vLLMHttpServer):
             if asleep:
                 await self.engine.sleep(level=1)  # which keeps weights on the host
 
+    async def held_bytes(self) -> list[dict[str, int]]:
+        """Bytes of weights, adapter slots and KV cache of each engine rank."""
+        return list(await self.engine.collective_rpc("samebits_held_bytes"))
+
     async def profile_hashes(self) -> list[str]:
         """Hash of the numerics profile of each engine rank."""
         return list(await self.engine.collective_rpc("samebits_profile"))

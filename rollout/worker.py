@@ -19,6 +19,7 @@ from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.digests import digests
 
 from . import adapter
+from .held import held_bytes
 from .ipc import CUDA, Handles, NotShareable
 
 HEADS = (".self_attn.q", ".self_attn.k", ".self_attn.v")
@@ -97,6 +98,10 @@ class WorkerExtension:
     def samebits_remove_adapter(self, version: int) -> bool:
         """Empty the version's slot; False when it was not resident."""
         return self.remove_lora(adapter.adapter_id(version))
+
+    def samebits_held_bytes(self) -> dict[str, int]:
+        """Bytes of weights, adapter slots and KV cache of this rank (see `held`)."""
+        return held_bytes(self.model_runner.get_model(), self.model_runner.kv_caches)
 
     def samebits_base_digests(self) -> dict[str, str]:
         """Digest of the fp32 values of every frozen weight, or of this rank's part, by checkpoint path, read from what is multiplied."""

@@ -37,7 +37,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from samebits.kernels import taps
+from samebits.kernels import taps, tracing
 from samebits.kernels.expert_tiles import takes_tiles
 from samebits.kernels.meter import Meter
 from samebits.quant.adapter import target_roles
@@ -48,6 +48,7 @@ from samebits.quant.roles import MODULE_PATHS
 from . import expert_ranks, hf_config
 from .batch import PackedBatch, pack, require_equal_work, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
+from .held import held_bytes
 from .lora import LoRASettings
 from .model import M3ForTraining, M3Output, compute_dtype
 from .objective import POLICY_LOSS, collect_metrics
@@ -87,7 +88,7 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         self.recomputed = old == "recomputed"
         self._batch: TensorDict | None = None
         """What `forward_backward_batch` was given, for the name of a sample."""
-        self.meter = Meter(get_device_name())
+        self.meter = Meter(get_device_name(), tracing.boundary())
         """Phases score, forward, backward and optimizer; `train_batch` reports them."""
 
     def _require_supported(self) -> None:
@@ -183,7 +184,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> Any:
         """verl's, with what its phases took (and scoring since the last step) among the metrics, of the rank that took most."""
-        out = super().train_batch(data, loss_function)
+        with tracing.recording("train", self.adapter_version + 1, lambda: held_bytes(self.module, self.optimizer)):
+            out = super().train_batch(data, loss_function)
         for name, phase in self.meter.take().items():
             out["metrics"][f"phase/{name}/seconds"] = Metric(AggregationType.MAX, phase.seconds)
             out["metrics"] |= {f"phase/{name}/{kind}": Metric(AggregationType.MAX, size) for kind, size in phase.memory.items()}

@@ -53,6 +53,9 @@ def test_equal_manifests_agree_and_are_counted():
     sent, two = manifest(), of_two()
     verdict = verify_sync([report(sent, sent), report(two, *answers(two, 0, 1), replica=1)], 3, "p")
     assert (verdict.ranks, verdict.tensors, verdict.version, verdict.seconds, verdict.bytes) == (3, 2, 3, 1.5, 24)
+    assert verdict.replicas == 2 and verdict.digest == verify_sync([report(sent, sent)], 3, "p").digest
+    other = manifest(change=NAMES[1])
+    assert verdict.digest != verify_sync([report(other, other)], 3, "p").digest
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,10 @@ def test_equal_manifests_agree_and_are_counted():
         ([report(of_two(), manifest(), manifest())], "replica 0 rank 0: rank 0 of 1 answered in its place, of 2"),
         ([report(manifest(), manifest(), manifest())], "replica 0: 2 of 1 ranks answered what they hold"),
         ([report(manifest(), manifest()), report(manifest(), manifest(change=NAMES[0]), replica=1)], "replica 1 rank 0"),
+        (
+            [report(manifest(), manifest()), report(manifest(change=NAMES[1]), manifest(change=NAMES[1]), replica=1)],
+            f"replica 1: its trainer rank sent it another adapter than replica 0 was sent: {NAMES[1]}",
+        ),
         ([report(manifest(2), manifest(2))], "version 2 is held, the trainer is at 3"),
         (
             [report(manifest(), manifest(2))],

@@ -124,7 +124,11 @@ def test_broken_variant_is_one_line_with_status_2(recipe, overrides, says):
             [f"{ROLLOUT}.gpu_memory_utilization=0.9"],
             "phase generate needs 168.0 GB of each NVIDIA H200 (SXM), 133.2 of 141 GB are usable",
         ),
-        (H200, ["cluster.usable_share=0.8"], "phase train needs 121.4 GB of each NVIDIA H200 (SXM), 112.8 of 141 GB are usable"),
+        (
+            H200,
+            ["cluster.usable_share=0.8", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30720"],
+            "phase train needs 118.9 GB of each NVIDIA H200 (SXM), 112.8 of 141 GB are usable",
+        ),
         (H200, [f"{ROLLOUT}.free_cache_engine=false"], "phase train needs"),
         (H200, ["cluster.gpu=h100"], "of 80 GB are usable"),
         (M31, [f"{DP}=1", f"{EP}=1", f"{ROLLOUT}.gpu_memory_utilization=0.9"], "largest part: engine: base, 250.1 GB"),

@@ -73,6 +73,7 @@ def test_whether_ranks_share_the_indexers_work_reaches_the_engine():
         ("lora.alpha=0", "lora.alpha must be positive"),
         ("task=chess", "unknown task 'chess'"),
         ("fault.kind=gremlin", "unknown fault 'gremlin'"),
+        ("tracing.first=0", "tracing: step 0"),
         ("checks.max_kl=0", "checks.max_kl"),
         ("threads=0", "threads must be at least 1"),
         (f"{ROLLOUT}.top_p=0.9", "kept tokens"),
@@ -114,6 +115,13 @@ def test_whether_ranks_share_the_indexers_work_reaches_the_engine():
 )
 def test_bad_recipe_is_refused_in_one_line(override, says):
     assert says in problem(override)
+
+
+def test_a_fault_befalls_a_replica_that_there_is():
+    two = "trainer.n_gpus_per_node=2"
+    assert "fault.replica=2: the recipe has engine replicas 0 to 1" in problem("fault.kind=wrong_tensor", "fault.replica=2", two)
+    assert "fault.replica=0 would do nothing" in problem("fault.kind=oom", "fault.replica=0")
+    validate(*load_recipe(TINY, ["device=cpu", "fault.kind=skip_sync", "fault.replica=1", two]))
 
 
 def test_bitwise_parity_is_a_promise_of_gpus(tmp_path):

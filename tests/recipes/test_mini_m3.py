@@ -423,6 +423,17 @@ def test_recipe_passes_its_check_and_can_run(name, tmp_path):
     assert found["data"][0]["source"] == "mini-math" and all(p["short"] == 0 for p in found["memory"]["phases"])
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_any_power_of_two_of_gpus_is_one_key(gpus):
+    report = check("mini_m3_h200.yaml", [f"trainer.n_gpus_per_node={gpus}"])
+    assert report.found.missing == () and (report.found.layout.replicas, report.found.layout.fsdp) == (gpus, gpus)
+    assert report.memory.sync["to all replicas"] == gpus * report.memory.sync["to each replica"]
+    assert report.memory.phases[1].parts["trainer: moments"] == 8 * report.memory.adapter_parameters / gpus
+    if gpus == 2:
+        named = check("mini_m3_h200_x2.yaml")
+        assert named.found.layout == report.found.layout and named.memory == report.memory
+
+
 def test_recipes_hold_the_task_and_let_the_engine_sleep():
     for name in RECIPES:
         recipe, verl = load_recipe(f"{name}.yaml", planned=True)

@@ -108,7 +108,7 @@ def pair(workers: list[Worker], handles: HostHandles) -> tuple[AdapterSender, Sa
 
     server.set_global_steps = steps
     sender = AdapterSender.__new__(AdapterSender)
-    sender.handles, sender.server_handle = handles, Remote(server)
+    sender.handles, sender.server_handle, sender.replica_rank = handles, Remote(server), 0
     sender.config = SimpleNamespace(tensor_model_parallel_size=len(workers))
     sender._ensure_server_handle = lambda: True
     return sender, server
