@@ -94,8 +94,8 @@ def engine_weights(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
 def adapter_slots(recipe: Recipe, found: Validated) -> float:
     """Slots of adapter versions in the engine's compute dtype; on packed weights q, k and v (and the indexer's rows) share one pair.
 
-    The shared pair's B has the ranks of all three for every row: zeros outside of its own. Of a replica on several GPUs each has A whole and
-    its rows of B, but for the indexer, which is whole.
+    The shared pair's B has the ranks of all three for every row: zeros outside of its own. Of a replica on several GPUs each
+    has A whole and its rows of B, but for the indexer, which is whole.
     """
     model, width, split = found.model, _width(recipe), found.layout.tensor_ranks
     count = trainable(found).experts / found.layout.expert_ranks

@@ -51,9 +51,11 @@ def report(sent: Manifest, *held: Manifest, replica=0) -> dict:
 
 def test_equal_manifests_agree_and_are_counted():
     sent, two = manifest(), of_two()
-    verdict = verify_sync([report(sent, sent), report(two, *answers(two, 0, 1), replica=1)], 3, "p")
-    assert (verdict.ranks, verdict.tensors, verdict.version, verdict.seconds, verdict.bytes) == (3, 2, 3, 1.5, 24)
-    assert verdict.replicas == 2 and verdict.digest == verify_sync([report(sent, sent)], 3, "p").digest
+    verdict = verify_sync([report(two, *answers(two, 0, 1), replica=replica) for replica in (0, 1)], 3, "p")
+    assert (verdict.ranks, verdict.replicas, verdict.tensors, verdict.version, verdict.seconds) == (4, 2, 2, 3, 1.5)
+    assert verdict.bytes == two.bytes == 28
+    assert verdict.digest == verify_sync([report(two, *answers(two, 0, 1))], 3, "p").digest, "the number of replicas is in it"
+    verdict = verify_sync([report(sent, sent)], 3, "p")
     other = manifest(change=NAMES[1])
     assert verdict.digest != verify_sync([report(other, other)], 3, "p").digest
 
