@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, SHARED_ROLES, Role, module_id, strip_prefixes, tensor_role
+from .roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, SHARED_ROLES, ModuleId, Role, module_id, strip_prefixes, tensor_role
 
 ROW_ROLES = (*ATTENTION_ROLES, *SHARED_ROLES, *DENSE_ROLES, Role.HEAD)
 """Split by output rows."""
@@ -137,8 +138,9 @@ def indivisible(world: int, *, kv_heads: int, hidden: int, intermediates: Iterab
     return next((f"{size} {what}" for what, each in sizes for size in each if size % world), None)
 
 
-def _adapted(name: str):
-    """The module of an adapter's tensor."""
+@lru_cache(maxsize=1 << 17)
+def _adapted(name: str) -> ModuleId:
+    """The module of an adapter's tensor. Kept, since every sync asks for each of tens of thousands, once a rank."""
     path = strip_prefixes(name)
     for side in "AB":
         if path.endswith(f".lora_{side}.weight"):
