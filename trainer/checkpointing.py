@@ -74,6 +74,7 @@ class AdapterCheckpointManager(BaseCheckpointManager):
         for key, want in self._identity().items():
             if meta.get(key) != want:
                 raise ResumeError(f"checkpoint {folder} has {key} {meta.get(key)}, this run has {want}")
+        self.engine.forget_export()
         state = self._tensors()
         dcp.load(state, checkpoint_id=str(folder / "state"))
         self._restore(state)

@@ -48,6 +48,7 @@ from samebits.quant.roles import MODULE_PATHS
 from . import expert_ranks, hf_config
 from .batch import PackedBatch, pack, require_equal_work, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
+from .early_export import EarlyExport, worthwhile
 from .held import held_bytes
 from .lora import LoRASettings
 from .model import M3ForTraining, M3Output, compute_dtype
@@ -90,6 +91,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         """What `forward_backward_batch` was given, for the name of a sample."""
         self.meter = Meter(get_device_name(), tracing.boundary())
         """Phases score, forward, backward and optimizer; `train_batch` reports them."""
+        self._early: EarlyExport | None = None
+        """The export of the step just taken. Whoever changes masters by other means than the optimizer calls `forget_export`."""
 
     def _require_supported(self) -> None:
         engine, model = self.engine_config, self.model_config
@@ -164,7 +167,19 @@ class SamebitsEngine(FSDPEngineWithLMHead):
     def _build_optimizer(self, module: M3ForTraining) -> torch.optim.Optimizer:
         from verl.workers.config.optimizer import build_optimizer
 
-        return build_optimizer([p for _, p in module.adapter_parameters()], self.optimizer_config)
+        optimizer = build_optimizer([p for _, p in module.adapter_parameters()], self.optimizer_config)
+        if worthwhile(module.spec, torch.device(get_device_name())) and not self._uses_fsdp2_cpu_offload_policy:
+            optimizer.register_step_post_hook(lambda *_: self._begin_export())
+        return optimizer
+
+    def _begin_export(self) -> None:
+        # Behind the optimizer's kernels, before the host waits for them.
+        masters = [parameter.detach() for _, parameter in self.module.adapter_parameters()]
+        self._early = EarlyExport(self.adapter_version + 1, self.module.export_adapter(), masters, masters[0].device)
+
+    def forget_export(self) -> None:
+        """The masters are no longer those of the last step."""
+        self._early = None
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False) -> Any:
         """verl's mini-batch loop, after the batch was found complete. Raises `BatchError` in one line before the first forward."""
@@ -267,9 +282,9 @@ class SamebitsEngine(FSDPEngineWithLMHead):
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The adapter for the rollout: (PEFT name, bf16 tensor) pairs and the PEFT config.
 
-        Every rank must drain the iterator, which gathers one layer at a time. The config also holds, under `samebits`, the adapter
-        version, the hash of the numerics profile, and shapes and dtype of the tensors. Raises `RuntimeError` when the base is asked for:
-        the rollout engine must load it from the checkpoint.
+        Every rank must drain the iterator, which gathers one module at a time unless that is done already (`early_export`). The config
+        also holds, under `samebits`, the adapter version, the hash of the numerics profile, and shapes and dtype of the tensors. Raises
+        `RuntimeError` when the base is asked for: the rollout engine must load it from the checkpoint.
         """
         if not base_sync_done:
             raise RuntimeError("the base is frozen and never sent; set actor_rollout_ref.rollout.load_format=safetensors")
@@ -284,6 +299,9 @@ class SamebitsEngine(FSDPEngineWithLMHead):
             "shapes": self.module.spec.shapes(),
             "dtype": self.module.spec.dtype,
         }
+        early, self._early = self._early, None
+        if early is not None and early.version == self.adapter_version:
+            return early.drain(), config
         return self.module.export_adapter(), config
 
 

@@ -90,8 +90,11 @@ class LoRAPair(nn.Module):
         return LoRA(_StraightThrough.apply(a, 1.0, share)[None], _StraightThrough.apply(b, self.scale, share)[None])
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """PEFT name and bf16 tensor of each side, one pair an expert. Gathers shards: every rank must drain it."""
-        a, b = rounded(full(self.lora_A)), rounded(full(self.lora_B), self.scale)
+        """PEFT name and bf16 tensor of each side, one pair an expert. Gathers shards: every rank must drain it.
+
+        Shards are rounded before they travel: the same bits, in half the bytes.
+        """
+        a, b = full(rounded(self.lora_A.detach())), full(rounded(self.lora_B.detach(), self.scale))
         for expert in range(self.experts) if self.experts else (-1,):
             module = ModuleId(self.role, self.layer, expert)
             yield tensor_name(module, "A"), a[expert] if self.experts else a

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from samebits.quant.adapter import load_peft
+from samebits.quant.adapter import load_peft, tensor_name
+from samebits.quant.roles import ModuleId, Role
 from tests.support import random_m3
 from tests.support.training import batch, engine, free_port, loss_function, random_batch, start_group
 
@@ -20,6 +21,10 @@ def train(rank: int, world: int, port: int, model: str, out: str) -> None:
     """Two steps on the ranks' shares of the same batches; saves what each rank holds and sees."""
     torch.set_num_threads(1)
     start_group(rank, world, port)
+    if world > 1:  # as on GPUs: the export begins behind the optimizer's step
+        from samebits.trainer import engine as module
+
+        module.worthwhile = lambda spec, device: True
     built = engine(Path(model), replay=False, lr=LR)
     metrics = []
     for step in range(STEPS):
@@ -111,6 +116,22 @@ def test_no_row_of_b_is_left_out(runs):
 
 
 @pytest.mark.slow
+def test_the_export_has_the_bits_of_whole_masters_rounded(runs):
+    _, _, loaded = runs
+    for (world, _), saved in loaded.items():
+        found = 0
+        for name, (_, _, master) in saved["shards"].items():
+            if ".lora.pairs." not in name:
+                continue
+            layer, role, side = int(name.split(".")[1]), Role[name.split(".")[-2]], name[-1]
+            whole = (master * (2.0 if side == "B" else 1.0)).bfloat16()  # alpha 16, rank 8
+            for expert, want in enumerate(whole) if whole.dim() == 3 else ((-1, whole),):
+                have = saved["adapter"][tensor_name(ModuleId(role, layer, expert), side)]
+                assert have.is_contiguous() and torch.equal(have, want), (world, name, expert)
+                found += 1
+        assert found == len(saved["adapter"])
+
+
 def test_metrics_do_not_depend_on_ranks_or_micro_batches(runs):
     _, _, loaded = runs
     for one, two in zip(loaded[1, 0]["metrics"], loaded[2, 0]["metrics"], strict=True):
