@@ -17,7 +17,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from .bench_msa import copy_bandwidth
 from .bench_ranks import median_us, slowest
 
 WORLD = 2
+PARTS = ("experts", "index", "training")
 TOKENS = (4096, 1, 16, 64, 256, 1024)
 SHAPES = ((1, 524288), (8, 524288), (32, 524288), (1, 131072), (8, 131072), (32, 131072))
 LONG = 524288
@@ -60,16 +61,21 @@ def missing() -> str | None:
     return None if count >= WORLD else f"layers over several GPUs need {WORLD} CUDA GPUs, here {'is' if count == 1 else 'are'} {count}"
 
 
-def run(save: Callable[[dict[str, Any]], Any] = lambda result: None, rank: Callable[..., None] | None = None) -> dict[str, Any]:
-    """All figures. `save` gets what there is after every line. A rank that fails or waits for ever leaves its error under `failed`.
+def run(
+    save: Callable[[dict[str, Any]], Any] = lambda result: None,
+    parts: Sequence[str] | None = None,
+    rank: Callable[..., None] | None = None,
+) -> dict[str, Any]:
+    """All figures, or those of some `PARTS`. `save` gets what there is after every line.
 
-    rank: what each process runs with its number, a port and a queue; the benchmark where it is not given.
+    A rank that fails or waits for ever leaves its error under `failed`. rank: what each process runs, with its number, a port, a queue for
+    results and the parts; the benchmark where it is not given.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(rank or measure, (port, results), nprocs=WORLD, join=False)
+    ranks = mp.spawn(rank or measure, (port, results, tuple(parts or PARTS)), nprocs=WORLD, join=False)
     result: dict[str, Any] = {"right": False, "done": False}
     heard = time.monotonic()
     try:
@@ -92,7 +98,7 @@ def run(save: Callable[[dict[str, Any]], Any] = lambda result: None, rank: Calla
     return result
 
 
-def measure(rank: int, port: int, results: Any) -> None:
+def measure(rank: int, port: int, results: Any, parts: Sequence[str]) -> None:
     """What a rank does."""
     torch.cuda.set_device(rank)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -104,13 +110,13 @@ def measure(rank: int, port: int, results: Any) -> None:
         device_id=torch.device("cuda", rank),
         pg_options=options,
     )
-    measured(rank, results)
+    measured(rank, results, parts)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(rank: int, results: Any) -> None:
-    """All lines, within a group; rank 0 puts what there is into `results` after each."""
+def measured(rank: int, results: Any, parts: Sequence[str] = PARTS) -> None:
+    """The lines of `parts`, within a group; rank 0 puts what there is into `results` after each."""
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **machine("cuda"),
@@ -136,24 +142,26 @@ def measured(rank: int, results: Any) -> None:
         result["copy_gb_s"] = slowest(copy_bandwidth(10) / 1e9)
         result["link"] = link()
         save()
-        layer = experts.Layer()
-        for line in layer.lines(TOKENS[0]):
-            add("experts", line)
-        inboxes = index.inboxes()
+        layer = experts.Layer() if "experts" in parts else None
+        inboxes = index.inboxes() if "index" in parts else None
 
-        def index_lines(shapes: tuple[tuple[int, int], ...]) -> None:
-            for requests, context in shapes:
+        def expert_lines(tokens: Sequence[int]) -> None:
+            for count in tokens if layer is not None else ():
+                for line in layer.lines(count):
+                    add("experts", line)
+
+        def index_lines(shapes: Sequence[tuple[int, int]]) -> None:
+            for requests, context in shapes if inboxes is not None else ():
                 torch.cuda.empty_cache()
                 add("index", index.index_line(requests, context, inboxes, result["copy_gb_s"]))
 
+        expert_lines(TOKENS[:1])
         index_lines(SHAPES[:FIRST])
-        for tokens in TOKENS[1:]:
-            for line in layer.lines(tokens):
-                add("experts", line)
+        expert_lines(TOKENS[1:])
         index_lines(SHAPES[FIRST:])
-        del layer
+        layer = None
     torch.cuda.empty_cache()
-    for line in experts.training_lines():
+    for line in experts.training_lines() if "training" in parts else ():
         add("training", line)
     result["done"] = True
     save()

@@ -109,13 +109,13 @@ def tiny() -> None:
     bench_parallel.machine = lambda device: {"machine": {"device": "none"}, "versions": {"torch": torch.__version__}}
 
 
-def rank_of(rank: int, port: int, results: Any) -> None:
+def rank_of(rank: int, port: int, results: Any, parts: tuple[str, ...]) -> None:
     """A rank of the benchmark."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=bench_parallel.WORLD)
     tiny()
     with OnCPU():
-        bench_parallel.measured(rank, results)
+        bench_parallel.measured(rank, results, parts)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -128,7 +128,7 @@ def main() -> None:
     bench_parallel.TOKENS, bench_parallel.LONG = TOKENS, LONG
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
-        result = bench_parallel.run(lambda partial: saved.append(copy.deepcopy(partial)), rank_of)
+        result = bench_parallel.run(lambda partial: saved.append(copy.deepcopy(partial)), rank=rank_of)
     check(f"the run: {result.get('failed')}", result["done"] and "failed" not in result)
     check("bits", result["right"] and all(line.get("equal", True) for part in ("experts", "index", "training") for line in result[part]))
     check("its parts", [len(result[part]) for part in ("experts", "index", "training")] == [4, len(SHAPES), 3])
