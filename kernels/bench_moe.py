@@ -114,9 +114,9 @@ def random_adapters(b_size: float = 0.1) -> ExpertLoRA:
 Batch = tuple[Tensor, Tensor, Tensor]  # x, ids and weights
 
 
-def batches(tokens: int, count: int) -> list[Batch]:
-    """Uniformly routed tokens: the same for every side that asks for as many."""
-    g = torch.Generator("cuda").manual_seed(tokens)
+def batches(tokens: int, count: int, seed: int = 0) -> list[Batch]:
+    """Uniformly routed tokens: the same for every side that asks for as many with the same seed."""
+    g = torch.Generator("cuda").manual_seed(tokens + (seed << 32))
     made = []
     for _ in range(count):
         weights, ids = torch.randn(tokens, EXPERTS, device="cuda", generator=g).topk(TOP, dim=1)

@@ -17,8 +17,11 @@ from rich.console import Console
 from .terminal import fail, quiet_job, require_writable, write_json
 
 bench_app = typer.Typer(name="bench", help="Measure kernels on this machine's GPU.", no_args_is_help=True)
-KERNELS = {name: f"samebits.kernels.bench_{name}" for name in ("moe", "msa", "dense", "rows")}
-"""Modules of which each has `PARTS`, `run(save, parts)`, which gives `right` beside the figures, and `show`."""
+KERNELS = {name: f"samebits.kernels.bench_{name}" for name in ("moe", "msa", "dense", "rows", "parallel")}
+"""Modules of which each has `PARTS`, `run(save, parts)`, which gives `right` beside the figures, and `show`.
+
+One may say what a machine lacks for it (`missing()`), and leave under `failed` why it ended early.
+"""
 
 
 @bench_app.command("kernels")
@@ -36,10 +39,15 @@ def kernels(
         raise fail("the kernel benchmarks need a CUDA GPU and Triton")
     require_writable(json_file)
     module = import_module(KERNELS[what])
+    lacking = getattr(module, "missing", lambda: None)()
+    if lacking:
+        raise fail(lacking)
     if unknown := sorted(set(part or ()) - set(module.PARTS)):
         raise fail(f"no part called {unknown[0]!r} of {what}; there are: {', '.join(module.PARTS)}")
     result = module.run(save=lambda partial: write_json(json_file, partial), parts=part or None)
     module.show(result)
+    if result.get("failed"):
+        raise fail(f"stopped: {result['failed']}", 1)
     if not result["right"]:
         raise fail("kernels and reference disagree", 1)
 

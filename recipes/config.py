@@ -52,6 +52,14 @@ class Numerics:
 
 
 @dataclass
+class Engine:
+    """How an engine replica works, where no bit depends on it."""
+
+    split_indexer: bool = True
+    """The ranks of a tensor-parallel replica share the scoring of index keys."""
+
+
+@dataclass
 class Lora:
     """The adapter."""
 
@@ -67,14 +75,6 @@ class Recompute:
 
     experts: bool = False
     """Gate and up of experts and MLPs, where the Hopper kernels run."""
-
-
-@dataclass
-class Engine:
-    """How an engine replica works, where no bit depends on it."""
-
-    split_indexer: bool = True
-    """The ranks of a tensor-parallel replica share the scoring of index keys."""
 
 
 @dataclass
@@ -212,9 +212,9 @@ class Recipe:
     threads: int | None = None
     """CPU threads of trainer and engine, which take turns; default: all cores."""
     numerics: Numerics = field(default_factory=Numerics)
+    engine: Engine = field(default_factory=Engine)
     lora: Lora = field(default_factory=Lora)
     recompute: Recompute = field(default_factory=Recompute)
-    engine: Engine = field(default_factory=Engine)
     expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
     checks: Checks = field(default_factory=Checks)
     ablation: Ablation = field(default_factory=Ablation)

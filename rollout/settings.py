@@ -5,10 +5,12 @@ The engine learns its profile from vLLM's `additional_config`:
     {"samebits": {"profile": "w4a16-fp32", "kv_cache": "auto", "targets": "all", "rank": 32}}
 
 `profile` names a numerics profile, `kv_cache` is "auto" (the compute dtype) or "nvfp4", `targets` and `rank` say what an adapter
-consists of; `split_indexer` (default true) lets the ranks of a tensor-parallel replica share the scoring of index keys (`index_split`),
-which changes no bit. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index
-keys have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
+consists of. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index keys
+have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
 line there and not a traceback from a worker.
+
+`split_indexer` (default true) lets the ranks of a tensor-parallel replica share the scoring of index keys (`index_split`); no bit depends
+on it.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def parse(additional_config: Any, hf_config: Any) -> EngineSettings:
         )
     except ValueError as error:
         raise EngineRefused(str(error)) from None
-    return EngineSettings(profile, spec, split)
+    return EngineSettings(profile, spec, split_indexer=split)
 
 
 def of(vllm_config: VllmConfig) -> EngineSettings:

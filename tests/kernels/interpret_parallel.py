@@ -33,6 +33,7 @@ from samebits.kernels.triton_moe import Cut
 from samebits.kernels.triton_moe_grad import BackCut
 from samebits.kernels.triton_tiles import INTERPRETED
 from samebits.quant import nvfp4
+from tests.support.mapped_memory import FOLDER, Line, Mapped
 from tests.support.msa_cases import make
 from tests.support.ranks import on_ranks
 from tests.support.spread_pages import spread
@@ -40,7 +41,6 @@ from tests.support.spread_pages import spread
 WORLD, TOKENS, ROOM = 3, (3, 0, 2), 4
 H, WIDTH, E, TOP, R, SLOTS = 80, 32, 4, 2, 4, 2
 ACT = SwiGLU()
-FOLDER = "SAMEBITS_MAPPED"  # where the ranks find each other's memory
 # (new tokens, all tokens) of each call of the indexer, and its configuration; the rows of an inbox are used more and less often.
 CONTEXTS = (([1, 1], [1000, 200]), ([2], [1100]), ([1, 1], [900, 1]), ([1], [600]), ([1], [1300]))
 CONFIGS = (SparseConfig(topk=4), SparseConfig(topk=4, init_blocks=1, local_blocks=2))
@@ -51,35 +51,6 @@ def check(name: str, condition: bool) -> None:
     """Stop with the case's name."""
     if not condition:
         raise SystemExit(f"{name}: differs")
-
-
-class Mapped:
-    """Peer memory (`kernels.peer_memory.Shared`) that is files."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: float) -> None:
-        """Of every rank, its own full of `fill`."""
-        size = torch.Size(shape).numel()
-        whole = [torch.from_file(f"{os.environ[FOLDER]}/{name}{r}", True, size, dtype=dtype).view(shape) for r in range(WORLD)]
-        self.whole, self.local = whole, whole[dist.get_rank()]
-        self.local.fill_(fill)
-        self.addresses = torch.tensor([t.data_ptr() for t in whole])
-        self.barrier(0)
-
-    def barrier(self, channel: int) -> None:
-        """Of all ranks."""
-        dist.barrier()
-
-
-class Line:
-    """A stream on which everything is done already."""
-
-    def wait_stream(self, other: Line) -> None:
-        """Nothing to wait for."""
-
-    wait_event = wait_stream
-
-    def record_event(self) -> None:
-        """Nothing to record."""
 
 
 def small_tiles() -> None:

@@ -51,7 +51,7 @@ def test_a_folder_that_does_not_exist_is_said_before_the_run(gpu, tmp_path):
     assert done.exit_code == 2 and "there is no folder" in done.stderr and not gpu[1]
 
 
-@pytest.mark.parametrize("what", ["moe", "msa", "dense", "rows"])
+@pytest.mark.parametrize("what", ["moe", "msa", "dense", "rows", "parallel"])
 def test_results_are_shown_and_written(gpu, tmp_path, what):
     out = tmp_path / "out.json"
     assert run("--what", what, "--json", str(out)).exit_code == 0
@@ -79,6 +79,19 @@ def test_disagreement_is_exit_1(gpu):
     gpu[0].run = lambda save, parts: {"right": False}
     done = run("--what", "msa")
     assert done.exit_code == 1 and "disagree" in done.stderr
+
+
+def test_what_a_machine_lacks_is_one_line_before_the_run(gpu):
+    gpu[0].missing = lambda: "layers over several GPUs need 2 CUDA GPUs, here is 1"
+    done = run("--what", "parallel")
+    assert done.exit_code == 2 and not gpu[1]
+    assert done.stderr.strip() == "samebits: layers over several GPUs need 2 CUDA GPUs, here is 1"
+
+
+def test_a_run_that_ended_early_shows_and_says_so(gpu, tmp_path):
+    gpu[0].run = lambda save, parts: {"right": False, "failed": "rank 1: ValueError: too small"}
+    done = run("--what", "parallel")
+    assert done.exit_code == 1 and done.stderr.strip() == "samebits: stopped: rank 1: ValueError: too small" and len(gpu[1]) == 1
 
 
 def test_the_peer_computes_the_same_experts(monkeypatch):
