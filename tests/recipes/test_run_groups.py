@@ -2,7 +2,7 @@
 
 import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -257,13 +257,12 @@ def vars_of(found) -> dict:
     return {"mean": found.mean, "low": found.low, "high": found.high, "count": found.count}
 
 
-def test_a_published_result_is_pooled_like_its_run(four, tmp_path):
+def test_a_published_result_is_pooled_like_its_run(four, tmp_path, monkeypatch):
     files = []
     for path in four[:2]:
         files.append(tmp_path / f"{path.name}.json")
-        command = [sys.executable, "tools/run_result.py", str(path), str(files[-1]), "--command", "c", "--machine", "m"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        monkeypatch.setattr(sys, "argv", ["run_result.py", str(path), str(files[-1]), "--command", "c", "--machine", "m"])
+        runpy.run_path("tools/run_result.py", run_name="__main__")
     text = files[0].read_text()
     assert str(tmp_path) not in text and str(four[0]) not in text
     loaded = [run_report.load(files[0]), run_report.load(four[1])]
