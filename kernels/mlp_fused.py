@@ -61,10 +61,10 @@ def forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters, 
     read = readable(adapters, x)
     loras = pairs_of(read)
     inner, outer = mlp_cuts(len(x), down.codes.shape[1])
-    slots = slots_of(loras)
-    plan = linear_plan(x, inner.tokens, 2 * (1 + slots))
+    counters = 1 + slots_of(loras) if any(loras) else 0
+    plan = linear_plan(x, inner.tokens, 2 * counters)
     act, u, halves = weight_product(x, gate_up, plan, inner, activation, loras[:2], adapter_ids, keep=train and not recompute)
-    out, u2, _ = weight_product(act, down, plan, outer, None, (loras[2], None), adapter_ids, counter=1 + slots)
+    out, u2, _ = weight_product(act, down, plan, outer, None, (loras[2], None), adapter_ids, counter=counters)
     if not train:
         return out, act, None
     tensors = (x, adapter_ids, u, u2, halves, *gate_up[:2], *down[:2], *read)

@@ -160,9 +160,9 @@ def group(ids: Tensor, experts: int, tile: int, counters: int = 0) -> Plan:
 
 
 def linear_plan(x: Tensor, tile: int, counters: int = 0) -> Plan:
-    """All tokens of `x` [T, K] through one matrix."""
+    """All tokens of `x` [T, K] through one matrix. Without counters, which only adapters need, nothing is launched."""
     most = triton.cdiv(len(x), tile)
-    zero = torch.zeros(max(1, counters), most, dtype=torch.int32, device=x.device)
+    zero = (torch.zeros if counters else torch.empty)(max(1, counters), most, dtype=torch.int32, device=x.device)
     return Plan(zero, zero, zero, zero, len(x), most, 1, 1, True)
 
 

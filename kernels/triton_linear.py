@@ -43,7 +43,7 @@ class FusedLinear(torch.autograd.Function):
         """See the module."""
         lora = None if a is None else LoRA(a.to(x.dtype).contiguous(), b.to(x.dtype).contiguous())
         cut = cut_of(len(x), weight.codes.shape[1])
-        plan = linear_plan(x, cut.tokens, 1 + (len(a) if lora else 0))
+        plan = linear_plan(x, cut.tokens, 1 + len(a) if lora else 0)
         out, u, _ = weight_product(x, weight, plan, cut, None, (lora, None), adapter_ids)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, adapter_ids, u, *(lora or (None, None)), *weight[:2])
