@@ -245,6 +245,8 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         for layer in self._projections():
             layer.adapter = None
         self._forbidden: Tensor | None = None
+        if self.settings.tokens is not None:
+            self.forbid_tokens(self.settings.tokens, None)
 
     def _projections(self) -> Iterator[nn.Module]:
         return (m for m in self.modules() if hasattr(m, "slices"))
