@@ -38,6 +38,8 @@ from .stock_measure import (
     decide_applied,
     enlargement,
     explain,
+    hold,
+    merge,
     rms,
     said,
     same_points,
@@ -224,7 +226,7 @@ class StockCheck:
         turns["again without"] = (self.base_name, False)
         for words, (name, adapted) in turns.items():
             answers = [self.client.generate(name, tokens, self.settings.generated) for tokens in prompts]
-            self._hold(result, answers, adapted, noise, f"{words} the adapter, the same prompt")
+            hold(result, Expected(self.oracle, answers), self.adapter.deltas, adapted, noise, f"{words} the adapter, the same prompt")
 
     def check_role(self, role: str, result: CheckResult) -> None:
         """One role alone has the effect that it should."""
@@ -252,7 +254,7 @@ class StockCheck:
                 compare(
                     part, Expected(self.oracle, answers), [d.scaled(sign * factor) for d in self.adapter.deltas], noise, f"{words} adapter"
                 )
-                _merge(result, part, words)
+                merge(result, part, words)
 
     def check_unload(self, result: CheckResult) -> None:
         """After unloading a name it is an unknown one."""
@@ -298,23 +300,6 @@ class StockCheck:
             result.metrics["largest"] = max(result.metrics["largest"], largest)
             message = f"{words}, requests without the adapter are answered differently than before adapters were used"
             result.require(largest <= limit, message, measured=largest, limit=limit)
-
-    def _hold(self, result: CheckResult, answers: Sequence[Answer], adapted: bool, noise: Noise, words: str) -> None:
-        """Hold one turn of a conversation that mixes base and adapter against the side it belongs to."""
-        expected = Expected(self.oracle, answers)
-        part = CheckResult(result.name)
-        if adapted:
-            compare(part, expected, self.adapter.deltas, noise, words)
-        else:
-            difference = said(answers) - expected.base
-            limit = noise.limit(noise.growth(expected.size(expected.base_rounding)))
-            distance = expected.size(difference)
-            if distance > limit and expected.size(said(answers) - expected.values(self.adapter.deltas)) < distance:
-                part.require(False, f"{words}: the answer is the adapter's", expected.place(difference), distance, limit)
-            else:
-                part.require(distance <= limit, f"{words}: the answer is not the base's", expected.place(difference), distance, limit)
-            part.metrics["distance"] = distance
-        _merge(result, part, words.split(" the ")[0].replace(" ", "_"))
 
     def _must_refuse(self, result: CheckResult, name: str, what: str) -> None:
         try:
@@ -398,12 +383,6 @@ class StockCheck:
             if server is not None:
                 found["server"] = server
         return found
-
-
-def _merge(result: CheckResult, part: CheckResult, prefix: str) -> None:
-    result.compared += part.compared
-    result.findings += part.findings
-    result.metrics |= {f"{prefix}.{key}": value for key, value in part.metrics.items()}
 
 
 def _resolved(path: str) -> str:

@@ -168,6 +168,31 @@ def compare(result: CheckResult, expected: Expected, deltas: Sequence[Delta], no
         decide_applied(result, share, error, f"{what} (effect {size:.2g} nats, limit {limit:.2g})", expected.place(difference))
 
 
+def hold(result: CheckResult, expected: Expected, deltas: Sequence[Delta], adapted: bool, noise: Noise, words: str) -> None:
+    """Hold one turn of a conversation that mixes base and adapter against the side it belongs to."""
+    part = CheckResult(result.name)
+    if adapted:
+        compare(part, expected, deltas, noise, words)
+    else:
+        shown = said(expected.answers)
+        difference = shown - expected.base
+        limit = noise.limit(noise.growth(expected.size(expected.base_rounding)))
+        distance = expected.size(difference)
+        if distance > limit and expected.size(shown - expected.values(deltas)) < distance:
+            part.require(False, f"{words}: the answer is the adapter's", expected.place(difference), distance, limit)
+        else:
+            part.require(distance <= limit, f"{words}: the answer is not the base's", expected.place(difference), distance, limit)
+        part.metrics["distance"] = distance
+    merge(result, part, words.split(" the ")[0].replace(" ", "_"))
+
+
+def merge(result: CheckResult, part: CheckResult, prefix: str) -> None:
+    """Make a part's findings, counts and metrics (under `prefix`) those of the whole."""
+    result.compared += part.compared
+    result.findings += part.findings
+    result.metrics |= {f"{prefix}.{key}": value for key, value in part.metrics.items()}
+
+
 def decide_applied(result: CheckResult, share: float, error: float, what: str, place: Place | None = None) -> None:
     """Agree or not by the multiple of the effect that is shown, where it is known well enough. Raises `CannotTellError` where not."""
     if abs(share - 1) - 3 * error > APPLIED_RANGE:

@@ -1,40 +1,41 @@
 """Recipes: a short YAML file over a shared base over verl's own configuration, composed and validated before anything starts.
 
 A recipe has samebits' own keys (the fields of `Recipe`) and, beside them, any section of verl's configuration. `samebits train
-RECIPE key=value` overrides either kind. Everything wrong is found here, in one line, before an engine or a GPU is asked for.
+RECIPE key=value` overrides either kind. Everything wrong is found here, in one line, before an engine or a GPU is asked for. How files and
+overrides become one configuration is in `compose`.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
-import functools
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from samebits.quant.profile import NumericsProfile, get_profile
 
+from .compose import (
+    RECIPES,
+    RecipeError,
+    composed_defaults,
+    key_paths,
+    merge,
+    parse_overrides,
+    recipe_layers,
+    refuse_nulls,
+    refuse_verl_overlong,
+    verl_defaults,
+)
 from .data import reward_function
 
-RECIPES = Path(__file__).parent
 TRACES = "traces"
 """Folder of a run with the recordings of `tracing`."""
 PARITY = "parity"
 """Folder of a run in which the first logprob that broke `numerics.parity=bitwise` is recorded."""
-
-
-class RecipeError(ValueError):
-    """A recipe cannot be run as it stands. The message is one line."""
 
 
 @dataclass
@@ -254,7 +255,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, planned: boo
     Returns the recipe's own keys and verl's complete configuration, not yet validated (see `validate.validate`).
     Raises `RecipeError` on a missing file, bad YAML, an unknown key or a value of the wrong type.
     """
-    return _composed([*_layers(Path(path)), _overrides(overrides)], verl_defaults(), planned)
+    return _composed([*recipe_layers(Path(path)), parse_overrides(overrides)], verl_defaults(), planned)
 
 
 def compose_stored(own: DictConfig, verl: DictConfig, overrides: Sequence[str] = ()) -> tuple[Recipe, DictConfig]:
@@ -262,24 +263,17 @@ def compose_stored(own: DictConfig, verl: DictConfig, overrides: Sequence[str] =
     base = OmegaConf.create(OmegaConf.to_container(verl))
     OmegaConf.set_struct(base, True)
     OmegaConf.set_struct(base.actor_rollout_ref.rollout.engine_kwargs, False)
-    return _composed([own, _overrides(overrides)], base)
-
-
-def _overrides(overrides: Sequence[str]) -> DictConfig:
-    try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise RecipeError(f"bad override: {_one_line(error)}") from None
+    return _composed([own, parse_overrides(overrides)], base)
 
 
 def _composed(layers: Sequence[DictConfig], verl: DictConfig, planned: bool = False) -> tuple[Recipe, DictConfig]:
     own = OmegaConf.structured(Recipe)
     for layer in layers:
-        _refuse_verl_overlong(layer)
+        refuse_verl_overlong(layer)
         _require_sections(layer)
-        own = _merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS})
-        verl = _merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}})
-    _refuse_nulls(verl)
+        own = merge(own, {k: v for k, v in layer.items() if k in _OWN_KEYS}, suggestion)
+        verl = merge(verl, {k: v for k, v in layer.items() if k not in _OWN_KEYS | {"base"}}, suggestion)
+    refuse_nulls(verl)
     recipe: Recipe = OmegaConf.to_object(own)
     recipe.device = _device(recipe.device, planned, recipe.cluster.gpu is not None)
     try:
@@ -288,109 +282,15 @@ def _composed(layers: Sequence[DictConfig], verl: DictConfig, planned: bool = Fa
         raise RecipeError(str(error)) from None
 
 
-def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[DictConfig]:
-    if not path.is_file():
-        shipped = RECIPES / path.name
-        if not shipped.is_file():
-            raise RecipeError(f"no recipe at {path}")
-        path = shipped
-    try:
-        layer = OmegaConf.load(path)
-    except Exception as error:  # yaml's and omegaconf's errors have no common base
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: {error.problem}" if mark is not None else _one_line(error)
-        raise RecipeError(f"{path}: {place}") from None
-    if not isinstance(layer, DictConfig):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys")
-    base = layer.get("base")
-    if base is not None and not isinstance(base, str):
-        raise RecipeError(f"{path}: base must name a recipe file, not {base!r}")
-    if path.resolve() in above:
-        raise RecipeError(f"{path}: base leads back to this file")
-    return ([*_layers(path.parent / base, (*above, path.resolve()))] if base else []) + [layer]
-
-
-def verl_defaults() -> DictConfig:
-    """A copy of verl's own default configuration, closed to unknown keys."""
-    return copy.deepcopy(_composed_defaults())
-
-
-@functools.cache
-def _composed_defaults() -> DictConfig:
-    if not GlobalHydra.instance().is_initialized():
-        # By folder, since the module's name would import verl, which takes seconds that a refused recipe need not cost.
-        verl = importlib.util.find_spec("verl")
-        initialize_config_dir(str(Path(verl.origin).parent / "trainer" / "config"), version_base=None)
-    config = hydra.compose("ppo_trainer")
-    OmegaConf.set_struct(config, True)
-    OmegaConf.set_struct(config.actor_rollout_ref.rollout.engine_kwargs, False)  # vLLM's own arguments, which vLLM checks
-    return config
-
-
-def _refuse_verl_overlong(layer: DictConfig) -> None:
-    """verl's overlong penalty lives in a reward manager that never runs here: setting it would do nothing."""
-    for path in key_paths(layer):
-        first, *rest = path.split(".")
-        if first in ("reward", "reward_model") and any("overlong" in part for part in rest):
-            raise RecipeError(f"{path}: verl's overlong settings do nothing here; set grading.overlong_buffer and grading.overlong_factor")
-
-
 def _require_sections(layer: DictConfig) -> None:
     for name, default in vars(Recipe()).items():
         if dataclasses.is_dataclass(default) and name in layer and not isinstance(layer[name], DictConfig):
             raise RecipeError(f"{name} is a section of keys, not {layer[name]!r}")
 
 
-def _refuse_nulls(verl: DictConfig) -> None:
-    """What verl has a value for cannot be nothing."""
-    for key, default in _filled_keys().items():
-        if OmegaConf.select(verl, key) is None:
-            raise RecipeError(f"{key} must not be null: it is {default} in verl's own configuration")
-
-
-@functools.cache
-def _filled_keys() -> dict[str, str]:
-    """Keys and sections of verl's defaults that hold something, and what, in short."""
-    defaults = _composed_defaults()
-    found = {key: OmegaConf.select(defaults, key) for key in key_paths(defaults) if _holds_value(defaults, key)}
-    return {key: "a section" if isinstance(value, DictConfig) else repr(value) for key, value in found.items() if value is not None}
-
-
-def _holds_value(config: DictConfig, key: str) -> bool:
-    above, _, name = key.rpartition(".")
-    node = OmegaConf.select(config, above) if above else config
-    return not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name)
-
-
-def _merge(config: DictConfig, layer: dict[str, Any]) -> DictConfig:
-    """`config` with `layer` merged into it, in place: it is this recipe's own copy."""
-    try:
-        return OmegaConf.unsafe_merge(config, OmegaConf.create(layer))
-    except OmegaConfBaseException as error:
-        raise RecipeError(_one_line(error)) from None
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
-    first = lines[0] if lines else type(error).__name__
-    if "is not in struct" in first or "not in 'Recipe'" in first or "not in '" in first:
-        return f"unknown key {key or first}" + (suggestion(key) if key else "")
-    return f"{key}: {first}" if key else first
-
-
-def key_paths(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted path of every section and key of `config`."""
-    for key in config:
-        yield f"{prefix}{key}"
-        missing = OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key)
-        if not missing and isinstance(config[key], DictConfig):
-            yield from key_paths(config[key], f"{prefix}{key}.")
-
-
 def suggestion(key: str) -> str:
     """`; did you mean ...?` for a mistyped key: one like it beside it, else one of the same name elsewhere, else one like it."""
-    known = [*key_paths(OmegaConf.structured(Recipe(tracking=Tracking(wandb=Wandb())))), *key_paths(_composed_defaults())]
+    known = [*key_paths(OmegaConf.structured(Recipe(tracking=Tracking(wandb=Wandb())))), *key_paths(composed_defaults())]
     above, _, name = key.rpartition(".")
     beside = [path for path in known if path.rpartition(".")[0] == above]
     same_name = [path for path in known if path.rpartition(".")[2] == name]

@@ -1,13 +1,14 @@
 """What vLLM is started with for a recipe: the numerics of the training job, without the parts that only training needs.
 
 `samebits eval` starts an engine in its own process, `samebits serve` a server in another; both get their options and environment here,
-so that a response of either is computed with the bits that the training job's engine computes with. Routes are not asked for, and
-without an adapter there are no adapter slots.
+so that a response of either is computed with the bits that the training job's engine computes with, and sampled from the same ids. Routes
+are not asked for, and without an adapter there are no adapter slots.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -43,8 +44,23 @@ def context_length(recipe: Recipe, verl: DictConfig, needed: int) -> int:
     return max(needed, length)
 
 
-def engine_options(recipe: Recipe, verl: DictConfig, *, context: int, adapter: bool) -> dict[str, Any]:
-    """Arguments of vLLM's engine for a validated recipe. `context`: longest sequence in tokens. `adapter`: with slots for adapters."""
+def token_count(folder: Path) -> int | None:
+    """Ids of a checkpoint's tokenizer; None where it has none, as that of a recipe that is only planned.
+
+    The head may have more rows, whose logits mean nothing: the training job keeps them from being sampled, and so must every engine.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return len(AutoTokenizer.from_pretrained(folder))
+
+
+def engine_options(recipe: Recipe, verl: DictConfig, *, context: int, adapter: bool, tokens: int | None) -> dict[str, Any]:
+    """Arguments of vLLM's engine for a validated recipe.
+
+    `context`: longest sequence in tokens. `adapter`: with slots for adapters. `tokens`: from `token_count`.
+    """
     rollout = verl.actor_rollout_ref.rollout
     options = {key: rollout[key] for key in _SHARED}
     # vLLM wants room for a whole prompt in a step where prompts are not cut into chunks.
@@ -58,6 +74,8 @@ def engine_options(recipe: Recipe, verl: DictConfig, *, context: int, adapter: b
     if rollout.tensor_model_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_model_parallel_size
     options |= OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
+    if tokens is not None:
+        options["additional_config"]["samebits"]["tokens"] = tokens
     if adapter:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": recipe.lora.rank}
     return options

@@ -170,10 +170,9 @@ class EngineGenerator:
 
         if self.recipe.device == "cpu":
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        options = engine_options(self.recipe, self.verl, context=self.context, adapter=self.adapter is not None)
-        llm = LLM(str(self.recipe.model_path), **options)
-        llm.collective_rpc("monkey_patch_model", args=(len(self._tokenizer),))
-        return llm
+        adapter, tokens = self.adapter is not None, len(self._tokenizer)
+        options = engine_options(self.recipe, self.verl, context=self.context, adapter=adapter, tokens=tokens)
+        return LLM(str(self.recipe.model_path), **options)
 
     def _load_adapter(self, llm: Any) -> Any:
         if self.adapter is None:

@@ -22,7 +22,7 @@ import yaml
 from omegaconf import DictConfig
 
 from .config import RECIPES, Recipe, RecipeError
-from .engine_options import engine_options, environment
+from .engine_options import engine_options, environment, token_count
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 MAX_LORAS = 2
@@ -111,7 +111,7 @@ def serve_command(
         return Command(hardware, hardware.model, _flags(hardware.options | address), {"VLLM_PLUGINS": ""}, (hardware.model,))
     base = recipe.model_path.name
     length = verl.actor_rollout_ref.rollout.max_model_len or verl.data.max_prompt_length + verl.data.max_response_length
-    options = engine_options(recipe, verl, context=length, adapter=adapter is not None)
+    options = engine_options(recipe, verl, context=length, adapter=adapter is not None, tokens=token_count(recipe.model_path))
     options |= address | {"served_model_name": base, "override_generation_config": NEUTRAL_SAMPLING}
     names = [base]
     if adapter is not None:

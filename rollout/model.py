@@ -256,6 +256,8 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         if self.group.world > 1:
             self._spread_experts(vllm_config)
         self._forbidden: Tensor | None = None
+        if self.settings.tokens is not None:
+            self.forbid_tokens(self.settings.tokens, None)
 
     def _spread_experts(self, vllm_config: VllmConfig) -> None:
         dtype, device = vllm_config.model_config.dtype, self.lm_head.weight.device

@@ -6,11 +6,12 @@ The engine learns its profile from vLLM's `additional_config`:
 
 `profile` names a numerics profile, `kv_cache` is "auto" (the compute dtype) or "nvfp4", `targets` and `rank` say what an adapter
 consists of. vLLM's own `kv_cache_dtype` and `attention_config.indexer_kv_dtype` may say "nvfp4" as well: keys, values and index keys
-have one format. The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one
-line there and not a traceback from a worker.
+have one format. `tokens`, where given, is how many ids are tokens: rows of the head behind them are never sampled. (verl's engine is told
+in another way, by `monkey_patch_model`.) `split_indexer` (default true) lets the ranks of a tensor-parallel replica share the scoring of
+index keys (`index_split`); no bit depends on it.
 
-`split_indexer` (default true) lets the ranks of a tensor-parallel replica share the scoring of index keys (`index_split`); no bit depends
-on it.
+The check runs while vLLM builds its configuration, in the process of the caller, so that a wrong combination is one line there and not a
+traceback from a worker.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ARCHITECTURE = "MiniMaxM3SparseForCausalLM"
 PAGE = 128  # tokens of a KV page: one MSA block
 RESIDENT = 2  # adapter versions in memory: the one that is being sampled from, and the next one
 _ACTIVATIONS = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
-_KEYS = {"profile", "kv_cache", "targets", "rank", "split_indexer"}
+_KEYS = {"profile", "kv_cache", "targets", "rank", "split_indexer", "tokens"}
 serving = False
 """Whether this process holds a model of ours: what is patched in vLLM for it leaves other models alone."""
 KV_DTYPES = ("auto", "nvfp4")
@@ -51,6 +52,8 @@ class EngineSettings:
     """What an adapter must consist of."""
     split_indexer: bool = True
     """Do the ranks of a replica share the scoring of index keys?"""
+    tokens: int | None = None
+    """Ids that may be sampled: those below it; None: all rows of the head."""
 
     @property
     def packed_kv(self) -> bool:
@@ -70,14 +73,16 @@ def parse(additional_config: Any, hf_config: Any) -> EngineSettings:
     split = raw.get("split_indexer", True)
     if not isinstance(split, bool):
         raise EngineRefused(f"additional_config.samebits.split_indexer must be true or false, not {split!r}")
+    values = hf_config.to_dict()
+    rows, tokens = values.get("text_config", values)["vocab_size"], raw.get("tokens")
+    if tokens is not None and not (type(tokens) is int and 0 < tokens <= rows):
+        raise EngineRefused(f"additional_config.samebits.tokens must be a number from 1 to {rows}, the rows of the head, not {tokens!r}")
     try:
         profile = get_profile(raw["profile"], raw.get("kv_cache"))
-        spec = AdapterSpec(
-            ModelShape.from_config(hf_config.to_dict()), int(raw.get("rank", 32)), target_roles(raw.get("targets", "all")), profile.lora
-        )
+        spec = AdapterSpec(ModelShape.from_config(values), int(raw.get("rank", 32)), target_roles(raw.get("targets", "all")), profile.lora)
     except ValueError as error:
         raise EngineRefused(str(error)) from None
-    return EngineSettings(profile, spec, split_indexer=split)
+    return EngineSettings(profile, spec, split_indexer=split, tokens=tokens)
 
 
 def of(vllm_config: VllmConfig) -> EngineSettings:

@@ -124,6 +124,7 @@ def test_vllm_reads_the_command_as_it_was_meant(arguments, tiny_adapter):
         "targets": "all",
         "rank": 32,
         "split_indexer": True,
+        "tokens": 64,
     }
     assert engine.max_model_len == 256 and engine.logprobs_mode == "processed_logprobs" and engine.enforce_eager
     assert bool(engine.enable_lora) == bool(extra) and engine.override_generation_config == {"temperature": 1.0, "top_p": 1.0, "top_k": -1}

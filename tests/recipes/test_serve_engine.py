@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,15 +24,17 @@ from .test_serve import alive, free_port, seconds_to_stop
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "open-sesame"
 PROMPT = "34*7+58="
+UNNAMED = 63
+"""The last row of the head, for which the served base has no token."""
 
 
 class Server:
     """A running `samebits serve`."""
 
-    def __init__(self, adapter: Path, log: Path) -> None:
+    def __init__(self, base: Path, adapter: Path, log: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        command = [sys.executable, "-m", "samebits.recipes.cli", "serve", RECIPE, "device=cpu", "threads=1"]
+        command = [sys.executable, "-m", "samebits.recipes.cli", "serve", RECIPE, f"model={base}", "device=cpu", "threads=1"]
         command += ["--adapter", str(adapter), "--name", "tuned", "--port", str(self.port), "--api-key-env", "SAMEBITS_TEST_KEY"]
         # Loading at run time is off unless vLLM is told; it is the way to send the engine what it must refuse.
         environment = os.environ | {"SAMEBITS_TEST_KEY": KEY, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "COLUMNS": "200"}
@@ -72,8 +76,19 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_adapter, tmp_path_factory):
-    running = Server(tiny_adapter, tmp_path_factory.mktemp("serve") / "log")
+def base(tmp_path_factory) -> Path:
+    """The shipped base with a tokenizer that ends before the head does."""
+    folder = tmp_path_factory.mktemp("base") / "tiny_m3_base"
+    shutil.copytree("recipes/tiny_m3_base", folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    assert tokenizer["model"]["vocab"].pop("z") == UNNAMED
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(base, tiny_adapter, tmp_path_factory):
+    running = Server(base, tiny_adapter, tmp_path_factory.mktemp("serve") / "log")
     yield running
     running.process.terminate()
     running.process.wait(timeout=30)
@@ -93,6 +108,14 @@ def test_base_and_adapter_are_models_and_differ(server):
     sampled = [server.ask("tiny_m3_base", temperature=1.0, seed=seed).message.content for seed in (1, 1, 2, 3, 4, 5)]
     assert sampled[0] == sampled[1] and len(set(sampled)) > 1
     assert "ready: " + server.url + " serves tiny_m3_base, tuned" in server.said
+
+
+def test_rows_of_the_head_without_a_token_are_never_sampled(server):
+    """However much a request wants one; any other id it gets."""
+    plain = server.ask("tiny_m3_base")
+    pushed = server.ask("tiny_m3_base", logit_bias={str(UNNAMED): 100})
+    assert pushed.message.content == plain.message.content and logprobs(pushed) == logprobs(plain)
+    assert set(server.ask("tiny_m3_base", logit_bias={str(UNNAMED - 1): 100}).message.content) == {"y"}
 
 
 def test_wrong_keys_and_names_are_refused_and_the_engine_lives(server):

@@ -53,6 +53,8 @@ def test_a_fitting_engine_gets_its_settings():
     assert not check(config(samebits={"profile": "w4a16-fp32", "split_indexer": False})).split_indexer
     check(config(tensor_parallel_size=2, enable_expert_parallel=True))
     check(config(data_parallel_size=2))
+    assert check(config()).tokens is None
+    assert check(config(samebits={"profile": "w4a16-fp32", "tokens": 90})).tokens == 90
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,9 @@ def test_a_fitting_engine_gets_its_settings():
         ({"samebits": {"profile": "w8"}}, "unknown numerics profile 'w8'"),
         ({"samebits": {"profile": "w4a16-fp32", "kv_cache": "fp8"}}, "takes a KV cache in"),
         ({"samebits": {"profile": "w4a16-fp32", "targets": "gate"}}, "unknown LoRA target 'gate'"),
+        ({"samebits": {"profile": "w4a16-fp32", "tokens": 0}}, "tokens must be a number from 1 to 96, the rows of the head, not 0"),
+        ({"samebits": {"profile": "w4a16-fp32", "tokens": 97}}, "from 1 to 96"),
+        ({"samebits": {"profile": "w4a16-fp32", "tokens": "90"}}, "not '90'"),
         ({"stamp": None}, "was not quantized by samebits"),
         ({"stamp": {"weights_hash": "0" * 16}}, "they would not compute the same bits"),
         ({"dtype": torch.bfloat16}, "computes in float32, the engine was started with dtype torch.bfloat16"),
