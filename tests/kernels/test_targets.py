@@ -30,3 +30,22 @@ def test_blackwell():
     sizes = {name: int(size) for name, kind, size in (line.split() for line in done.stdout.splitlines()) if kind == "cubin"}
     assert sizes.keys() >= KERNELS, KERNELS - sizes.keys()
     assert min(sizes.values()) > 1000
+
+
+@pytest.mark.long
+def test_cdna4():
+    """Compiled only, by the forms without PTX, whose values `interpret_decode` compares with the reference.
+
+    Left out: what sends over NVIDIA's peer memory, and the kernels of formats and digests, which are not part of an engine's or a trainer's
+    step. No operation calls these kernels on AMD (`quant.blocks.fast_path`).
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_for", "hip:gfx950"],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = {name: int(size) for name, kind, size in (line.split() for line in done.stdout.splitlines()) if kind == "hsaco"}
+    assert sizes.keys() >= KERNELS, KERNELS - sizes.keys()
