@@ -16,6 +16,7 @@ from .triton_msa_blocks import WARPS
 from .triton_msa_index import choose_kernel, score_kernel
 from .triton_msa_insert import insert_kernel
 from .triton_msa_rotate import HeadRows
+from .triton_target import nvidia_options
 
 FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
 SLOT = 9216
@@ -103,7 +104,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
-            maxnreg=SCORE_REGISTERS if form == 2 else None,
+            **nvidia_options(maxnreg=SCORE_REGISTERS if form == 2 else None),
         )
     return scores
 
@@ -127,8 +128,8 @@ def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) 
             INIT=config.init_blocks,
             LOCAL=config.local_blocks,
             SIZE=size,
-            launch_pdl=EARLY and scores.is_cuda,
             num_warps=max(1, min(8, size // 256)),
+            **nvidia_options(launch_pdl=EARLY and scores.is_cuda),
         )
 
 
@@ -249,7 +250,7 @@ def attend(
             num_warps=WARPS.value,
             num_stages=1,
             enable_fp_fusion=False,
-            launch_pdl=EARLY and q.is_cuda,
+            **nvidia_options(launch_pdl=EARLY and q.is_cuda),
         )
         if units > 1:
             merge_kernel[(rows, triton.cdiv(heads // groups, MERGE_HEADS))](
@@ -265,7 +266,7 @@ def attend(
                 FORMAT=form,
                 num_warps=4,
                 enable_fp_fusion=False,
-                launch_pdl=EARLY and q.is_cuda,
+                **nvidia_options(launch_pdl=EARLY and q.is_cuda),
             )
     return out, sums
 

@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_msa_blocks import PLACES, WARPS, decode_keys, decode_values, load_keys, load_values, natural_output
-from .triton_msa_tiles import INTERPRETED, NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
+from .triton_msa_tiles import NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
+from .triton_target import has_ptx
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
 SUMS = tl.constexpr(4 * WARPS.value)  # sums of a head's weights, one for each lane that has its scores
@@ -95,7 +96,7 @@ def attend_kernel(
     AHEAD: tl.constexpr,  # V is loaded before there are scores
 ):
     """One query token and KV group, or some blocks of it, a program."""
-    if not INTERPRETED:
+    if has_ptx():
         gdc_wait()
         if UNIT < TOPK:
             gdc_launch_dependents()
@@ -183,7 +184,7 @@ def merge_kernel(
     FORMAT: tl.constexpr,
 ):
     """Some heads of one query token and KV group a program."""
-    if not INTERPRETED:
+    if has_ptx():
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * SHARE + tl.arange(0, SHARE)

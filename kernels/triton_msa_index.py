@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton_msa_tiles import INTERPRETED, OPERAND, PAGE, decode_keys, label_query, load_index_keys, unit
+from .triton_msa_tiles import OPERAND, PAGE, decode_keys, label_query, load_index_keys, unit
+from .triton_target import has_ptx
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def score_kernel(
     ROUNDED: tl.constexpr,  # NVFP4 is read as E4M3
 ):
     """Scores of some tokens of a request and every n-th block; program (share of the blocks, request, tile of tokens)."""
-    if not INTERPRETED:
+    if has_ptx():
         gdc_launch_dependents()
     split, splits = tl.program_id(0), tl.num_programs(0)
     request = tl.program_id(1)
@@ -118,7 +119,7 @@ def choose_kernel(
     """Choice of one query and index head a program."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
-    if not INTERPRETED:
+    if has_ptx():
         gdc_wait()
         gdc_launch_dependents()
     score = tl.load(scores_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))  # beyond `own`: never written

@@ -21,22 +21,21 @@ times 2^-126, subnormal included; one exact multiply by the block scale times 2^
 significant bits and lies between 2^-17 and 21. Moving costs one AND, one multiply (two shifts at once), one AND for two codes.
 The factor 2^7 is given back in fp32 (`unit`); it is a power of two and changes no rounding.
 
+Where there is no PTX (`triton_target`) values are decoded in fp32, in which they are exact, and cast; what goes where stays the same.
+
 Keys that a query does not see may read as anything: their scores are masked.
 """
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from .triton_target import INTERPRETED as INTERPRETED
+from .triton_target import OPERAND, has_ptx
+
 BF16, FP8, NVFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PAGE = tl.constexpr(128)  # keys of a block, and of a page
-# Triton's interpreter (TRITON_INTERPRET=1, CPU) has no inline assembly and wrong bf16 dots: fp32 there, by plain operations.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-OPERAND = tl.float32 if INTERPRETED.value else tl.bfloat16
-OPERAND = tl.constexpr(OPERAND)
 
 _E2M1_ASM = tl.constexpr("""{
 .reg .b32 high, c;
@@ -147,38 +146,43 @@ def e4m3_fp32(bits):
 @triton.jit
 def e2m1_fp32(code):
     """fp32 value of E2M1 codes (int32, 0..15)."""
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    magnitude = code & 7
+    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    return tl.where(code > 7, -value, value)
 
 
 @triton.jit
 def block_scales(bits):
-    """Operand values of E4M3 scales (int32 bits, sign ignored; NaN reads as 480), times 2^119; under the interpreter times 2^-7."""
-    if INTERPRETED:
+    """Operand values of E4M3 scales (int32 bits, sign ignored; NaN reads as 480), times 2^119; without PTX in fp32 and times 2^-7."""
+    if not has_ptx():
         return e4m3_fp32(bits & 0x7F) * 0.0078125
-    raw = ((bits & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        raw = ((bits & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
 def key_scales(raw, ROUNDED: tl.constexpr):
     """`block_scales` of the two low bytes of int32 `raw` [..]: [.., 2]. Beside a sign, which no scale has, the second may be any number."""
-    if ROUNDED or INTERPRETED:
+    if ROUNDED or not has_ptx():
         first, second = raw & 0xFF, (raw >> 8) & 0xFF
         if ROUNDED:
             first, second = finite(first), finite(second)
         return block_scales(tl.join(first, second))
-    # Both at once: the first from one copy, the second from the other; what the copies add up to between them is cut out.
-    pair = halves(((raw & 0xFFFF) * SCALE_COPIES) & SCALE_BITS)
-    return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [pair.to(tl.bfloat16, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        # Both at once: the first from one copy, the second from the other; what the copies add up to between them is cut out.
+        pair = halves(((raw & 0xFFFF) * SCALE_COPIES) & SCALE_BITS)
+        return tl.inline_asm_elementwise(_SCALE_ASM, "=r,r", [pair.to(tl.bfloat16, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
 def byte_scales(words, place):
     """`block_scales` of byte `place` (int32, 0 to 3) of int32 words."""
-    if INTERPRETED:
+    if not has_ptx():
         return block_scales((words >> (place * 8)) & 0xFF)
-    return tl.inline_asm_elementwise(_BYTE_SCALE_ASM, "=r,r,r,r,r", [words, place], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(_BYTE_SCALE_ASM, "=r,r,r,r,r", [words, place], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -190,19 +194,22 @@ def finite(bits):
 @triton.jit
 def _round_fp32(x):
     """fp32 rounded to E4M3, by integers."""
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    x = tl.minimum(tl.abs(x), 448.0)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     small = (x + 24576.0) - 24576.0  # 3 * 2^13: fp32 numbers there are 2^-9 apart
-    return tl.where(tl.abs(x) < 0.015625, small, normal)
+    value = tl.where(x < 0.015625, small, normal)
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rounded(x):
     """Values * 2^-7 read as E4M3: the re-rounded read of `quant.kv`."""
-    if INTERPRETED:
-        return _round_fp32(x * 128.0) * 0.0078125
-    return tl.inline_asm_elementwise(_ROUND_ASM, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    if not has_ptx():
+        return (_round_fp32(x.to(tl.float32) * 128.0) * 0.0078125).to(OPERAND)
+    else:
+        return tl.inline_asm_elementwise(_ROUND_ASM, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -214,10 +221,10 @@ def halves(x):
 @triton.jit
 def nibbles(x, scales):
     """Values * 2^-7 of 16-bit groups of four codes [..]: [.., 2, 2], the last dimensions the two bits of the code's place."""
-    if INTERPRETED:
+    if not has_ptx():
         x = x.to(tl.int32)
-        a, b = e2m1_fp32(x & 15) * scales, e2m1_fp32((x >> 4) & 15) * scales
-        c, d = e2m1_fp32((x >> 8) & 15) * scales, e2m1_fp32((x >> 12) & 15) * scales
+        a, b = (e2m1_fp32(x & 15) * scales).to(OPERAND), (e2m1_fp32((x >> 4) & 15) * scales).to(OPERAND)
+        c, d = (e2m1_fp32((x >> 8) & 15) * scales).to(OPERAND), (e2m1_fp32((x >> 12) & 15) * scales).to(OPERAND)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             _E2M1_ASM,
@@ -233,9 +240,9 @@ def nibbles(x, scales):
 @triton.jit
 def e4m3_bytes(x):
     """Operand values of the four E4M3 bytes of int32 words [..]: [.., 2, 2], as `nibbles`."""
-    if INTERPRETED:
-        a, b = e4m3_fp32(x & 0xFF), e4m3_fp32((x >> 8) & 0xFF)
-        c, d = e4m3_fp32((x >> 16) & 0xFF), e4m3_fp32((x >> 24) & 0xFF)
+    if not has_ptx():
+        a, b = e4m3_fp32(x & 0xFF).to(OPERAND), e4m3_fp32((x >> 8) & 0xFF).to(OPERAND)
+        c, d = e4m3_fp32((x >> 16) & 0xFF).to(OPERAND), e4m3_fp32((x >> 24) & 0xFF).to(OPERAND)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             _E4M3_ASM,
@@ -254,9 +261,10 @@ def e4m3_bytes(x):
 @triton.jit
 def settle(tile):
     """`tile` itself, two elements a register, with its making hidden from Triton's choice of a layout."""
-    if INTERPRETED:
+    if not has_ptx():
         return tile
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.bfloat16, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit

@@ -4,23 +4,22 @@ Weights are the left operand, rows of the output; tokens are the columns. So dec
 instruction and touch neither shared nor device memory as 16-bit values. Each K step of an instruction is 16 inputs deep, and steps
 follow one another in ascending K in every configuration: an output's sum has one order, whatever tile a token falls in.
 
-Under `TRITON_INTERPRET=1` (CPU) the same values are made by plain operations, and products are fp32: the interpreter has no inline
-assembly, and its bf16 dot is wrong.
+Where there is no PTX (`triton_target`) the same values are made by plain operations, in the steps of the assembly; under the interpreter
+products are fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import constexpr_function
 
 from . import expert_tiles
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from .triton_target import INTERPRETED, OPERAND, has_ptx
 
 # Sign and magnitude of two E2M1 where bf16 has them; see `expert_tiles` for the words.
 E2M1, MIXED = tl.constexpr(0x81C081C0), tl.constexpr(expert_tiles.MIXED)
@@ -58,42 +57,53 @@ _DECODE = tl.constexpr(_decode_text())
 NVFP4_UNIT = tl.constexpr(2.0**19)
 
 
+@constexpr_function
+def _place(plane, part):
+    """Without PTX: of a plane, the word that holds it (part 0), or by how much that is turned right (part 1)."""
+    return _PLACES.value[plane][part] % 32
+
+
 @triton.jit
-def _turned(word, right):
-    """Interpreter: 32 bits in an int64, turned right; what a plain shift loses is not used."""
-    right = right % 32
+def _turned(word, right: tl.constexpr):
+    """Without PTX: 32 bits in an int64, turned right by 0 to 31 bits; what a plain shift loses is not used."""
     return ((word >> right) | (word << (32 - right))) & 0xFFFFFFFF
 
 
 @triton.jit
 def _unsigned(word):
-    """Interpreter: the low 32 bits as an int64."""
+    """Without PTX: the low 32 bits as an int64."""
     return word.to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
 def _neighbours(words):
-    """Interpreter: of words [ROWS, 16] those of even and those of odd index."""
+    """Without PTX: of words [ROWS, 16] those of even and those of odd index."""
     even, odd = tl.split(tl.reshape(words, [words.shape[0], 8, 2]))
     return even, odd
 
 
 @triton.jit
 def _scaled(pairs, scale):
-    """Interpreter: fp32 [ROWS, 16] of pairs of bf16 [ROWS, 8] times a bf16 [ROWS], all as bits in int64."""
+    """Without PTX: operands [ROWS, 16] of pairs of bf16 [ROWS, 8] times a bf16 [ROWS], all as bits in int64."""
     values = tl.join((pairs & 0xFFFF) << 16, pairs & 0xFFFF0000).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.reshape(values, [pairs.shape[0], 16]) * ((scale & 0xFFFF) << 16).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+    scaled = tl.reshape(values, [pairs.shape[0], 16]) * ((scale & 0xFFFF) << 16).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+    return scaled.to(OPERAND)
 
 
 @triton.jit
 def _nvfp4_plane(words, scales, PLANE: tl.constexpr):
-    """Interpreter: fp32 [ROWS, 16] of one plane, in the steps of the assembly."""
+    """Without PTX: operands [ROWS, 16] of one plane, in the steps of the assembly."""
     even, odd = _neighbours(words)
     even, odd = _unsigned(even), _unsigned(odd)
-    source, right = _PLACES.value[PLANE]
-    word = (even, odd, (even & MIXED) | (odd & (0xFFFFFFFF - MIXED)))[source]
+    SOURCE: tl.constexpr = _place(PLANE, 0)
+    if SOURCE == 0:
+        word = even
+    elif SOURCE == 1:
+        word = odd
+    else:
+        word = (even & MIXED) | (odd & (0xFFFFFFFF - MIXED))
     four = _turned(_unsigned(scales >> (32 * (PLANE // 4))), 8 * (PLANE % 2))
-    return _scaled(_turned(word, right) & E2M1, ((four >> (16 * (PLANE % 4 // 2))) & 0x0FF0) | 0x7000)
+    return _scaled(_turned(word, _place(PLANE, 1)) & E2M1, ((four >> (16 * (PLANE % 4 // 2))) & 0x0FF0) | 0x7000)
 
 
 @triton.jit
@@ -107,7 +117,7 @@ def _chunk(a, b, c, d, e, f, g, h, ROWS: tl.constexpr):
 @triton.jit
 def nvfp4_tile(words, scales, ROWS: tl.constexpr):
     """Weights [ROWS, 128], in units of 1 / NVFP4_UNIT, of words int32 [ROWS, 16] and scales int64 [ROWS] (see `expert_tiles`)."""
-    if INTERPRETED:
+    if not has_ptx():
         a, b = _nvfp4_plane(words, scales, 0), _nvfp4_plane(words, scales, 1)
         c, d = _nvfp4_plane(words, scales, 2), _nvfp4_plane(words, scales, 3)
         e, f = _nvfp4_plane(words, scales, 4), _nvfp4_plane(words, scales, 5)
@@ -166,8 +176,9 @@ MXFP8_UNIT = tl.constexpr(2.0**32)
 
 @triton.jit
 def _mxfp8_plane(words, exponents, PLANE: tl.constexpr):
-    """Interpreter: fp32 [ROWS, 16] of one plane, in the steps of the assembly."""
-    word = _unsigned(_neighbours(words)[PLANE // 2 % 2] >> (32 * (PLANE // 4)))
+    """Without PTX: operands [ROWS, 16] of one plane, in the steps of the assembly."""
+    even, odd = _neighbours(words)
+    word = _unsigned((even if PLANE // 2 % 2 == 0 else odd) >> (32 * (PLANE // 4)))
     pairs = word & E4M3 if PLANE % 2 == 0 else (_turned(word, 4) & E4M3_TOP) | ((word << 4) & (E4M3 - E4M3_TOP))
     return _scaled(pairs, (_turned(_unsigned(exponents), 8 * (PLANE // 2 % 2)) >> (16 * (PLANE // 4))) & 0x7F80)
 
@@ -175,7 +186,7 @@ def _mxfp8_plane(words, exponents, PLANE: tl.constexpr):
 @triton.jit
 def mxfp8_tile(words, exponents, ROWS: tl.constexpr):
     """Weights [ROWS, 128], in units of 1 / MXFP8_UNIT, of words int64 [ROWS, 16] and exponents int32 [ROWS] (see `linear_tiles`)."""
-    if INTERPRETED:
+    if not has_ptx():
         a, b = _mxfp8_plane(words, exponents, 0), _mxfp8_plane(words, exponents, 1)
         c, d = _mxfp8_plane(words, exponents, 2), _mxfp8_plane(words, exponents, 3)
         e, f = _mxfp8_plane(words, exponents, 4), _mxfp8_plane(words, exponents, 5)
@@ -226,15 +237,16 @@ def settled(acc):
     A loop that leaves its last product in flight makes ptxas wait after each single matrix instruction (C7515): a use of the sums at the
     end of an iteration lets it run all of a chunk's instructions behind one another.
     """
-    if INTERPRETED:
+    if not has_ptx():
         return acc
-    return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def prefetch(at):
     """Ask for the cache lines of these pointers."""
-    if not INTERPRETED:
+    if has_ptx():
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -1,7 +1,8 @@
 """The MSA kernels against torch on CPU, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_msa`.
 
 The interpreter has no inline assembly and no bf16 dots, so tiles are fp32 there and codes are decoded by plain operations; what is shown is
-everything else: addresses, masks, labels, the choice, the order of folding. The decode by assembly is left to tests/gpu.
+everything else: addresses, masks, labels, the choice, the order of folding. The decode by assembly is left to `test_triton_msa_logic` and
+tests/gpu, that without to `interpret_decode`.
 """
 
 from __future__ import annotations

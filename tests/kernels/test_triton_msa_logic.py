@@ -161,3 +161,7 @@ def test_the_decoders_have_the_instructions_they_are_said_to_have(tiles):
 
 def test_kernels_in_the_interpreter_give_the_results_of_torch():
     assert interpreted("tests.kernels.interpret_msa") == "same results"
+
+
+def test_decoding_without_ptx_has_the_bits_of_the_reference():
+    assert interpreted("tests.kernels.interpret_decode") == "same bits"
