@@ -16,6 +16,7 @@ traceback from a worker.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +181,10 @@ class ConfigHook(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Check the settings and choose the page size where the user did not."""
         cache = vllm_config.cache_config
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            # Workers inherit both. Ranks gather and never reduce; vLLM's own all-reduce would be the first to open symmetric memory, with
+            # NVLink multicast, which peer memory here (`kernels.peer_memory`) is kept without.
+            os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         _adopt_kv_dtype(vllm_config)
         _capture_decode_alone(vllm_config)
         check(vllm_config)

@@ -125,7 +125,7 @@ def main() -> None:
     if not INTERPRETED.value:
         raise SystemExit("set TRITON_INTERPRET=1")
     saved: list[dict[str, Any]] = []
-    bench_parallel.TOKENS, bench_parallel.LONG = TOKENS, LONG
+    bench_parallel.TOKENS, bench_parallel.LONG, bench_parallel.PATIENCE = TOKENS, LONG, 450
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
         result = bench_parallel.run(lambda partial: saved.append(copy.deepcopy(partial)), rank=rank_of)

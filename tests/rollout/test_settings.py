@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +103,16 @@ def test_the_kv_format_may_come_by_vllms_own_option(said):
     c = config(cache_dtype="nvfp4", samebits={"profile": "w4a16-fp32"} | ({"kv_cache": said} if said else {}))
     ConfigHook.verify_and_update_config(c)
     assert c.cache_config.cache_dtype == "auto" and check(c).packed_kv
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_open_their_memory_without_nvlink_multicast(ranks, monkeypatch):
+    names = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    for name in names:
+        monkeypatch.setenv(name, "as it was")
+    with contextlib.suppress(EngineRefused):
+        ConfigHook.verify_and_update_config(config(tensor_parallel_size=ranks))
+    assert tuple(os.environ[name] for name in names) == (("0", "1") if ranks > 1 else ("as it was",) * 2)
 
 
 def test_the_page_size_is_chosen_where_the_user_did_not():
