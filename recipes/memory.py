@@ -119,7 +119,7 @@ def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated) -> tuple[di
     else:
         room = budget - weights - slots - work
     named = {"engine: base": weights, "engine: adapter slots": slots, "engine: one forward": work}
-    sequences = None if found.gpu is None else int(room // one_sequence)
+    sequences = None if found.gpu is None else max(0, int(room // one_sequence))
     return named | {"engine: KV cache": max(one_sequence, room)}, sequences
 
 

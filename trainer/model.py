@@ -285,7 +285,7 @@ class M3ForTraining(nn.Module):
             choices.append(out._replace(x=None, residual=None))
         h, _ = gemma_rms_norm_add(x, residual, self.norm.value(), dims.eps)
         tap("model.norm", h)
-        logprobs, ent = token_logprobs(h, self.head.value()[: self.tokens], labels, temperature, entropy)
+        logprobs, ent = token_logprobs(h, self.head.value()[: self.tokens], labels, temperature, entropy, head_rows=dims.vocab)
         none = torch.zeros((), dtype=torch.int64, device=tokens.device)
         return M3Output(
             logprobs,

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from samebits.kernels.linear import frozen_linear
+from samebits.kernels.logprobs import token_logprob_rows
 from samebits.trainer.head import TILE, token_logprobs
 from tests.support.row_checks import close, same
 
@@ -34,3 +36,13 @@ def test_chunks_change_no_bit():
     close("log-probability", logprobs, want, 1e-6)
     close("entropy", entropy, want_entropy, 1e-5)
     close("gradient", grad, leaf.grad, 3e-3)
+
+
+def test_first_rows_of_a_head_have_the_bits_of_the_whole():
+    """Rows without a token are left out; how inputs are split into sums goes by the rows of the whole head."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 1024, generator=g).bfloat16().cuda() for n in (40, 1100))
+    labels, temperature = torch.arange(40).cuda(), torch.ones(40).cuda()
+    part, _ = token_logprobs(hidden, weight[:1000], labels, temperature, head_rows=1100)
+    logits = frozen_linear(hidden, weight)[:, :1000].contiguous()
+    assert torch.equal(part, token_logprob_rows(logits, labels[:, None], temperature, False)[0].squeeze(-1))
