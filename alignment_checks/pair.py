@@ -37,6 +37,8 @@ from .trainer_side import TrainerSide
 PROBE_CONTEXT = 2560
 """Tokens of context that the checks need: more than the 16 blocks of 128 that MiniMax-M3 chooses, and some pages."""
 _WORKER_SAID = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
+CPU_KV_BYTES = 1 << 28
+"""KV cache of a replica on a CPU: what is not touched is held all the same."""
 PREFILL_BUDGET = 2304
 """Tokens of one engine step: the longest probe alone is one prefill, beside another it is cut."""
 
@@ -212,7 +214,6 @@ def start(config: DictConfig, folder: Path, limits: Limits, vocabulary: int, see
     }
     if config.trainer.device == "cpu":
         environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
             "VERL_PLATFORM": "cpu",
@@ -234,7 +235,8 @@ def _engine_options(config: DictConfig, seed: int) -> dict[str, Any]:
     model = config.actor_rollout_ref.model
     extra = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
     extra.pop("distributed_executor_backend", None)
-    return {
+    memory = {"kv_cache_memory_bytes": CPU_KV_BYTES} if config.trainer.device == "cpu" else {}
+    return memory | {
         "model": model.path,
         "dtype": rollout.dtype,
         "max_model_len": max(PROBE_CONTEXT, rollout.max_model_len or 0),

@@ -49,6 +49,10 @@ def token_count(folder: Path) -> int | None:
 
     The head may have more rows, whose logits mean nothing: the training job keeps them from being sampled, and so must every engine.
     """
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
     if not (folder / "tokenizer_config.json").is_file():
         return None
     from transformers import AutoTokenizer

@@ -77,14 +77,13 @@ def largest_layer(verl: DictConfig, found: Validated) -> tuple[float, float]:
 
 
 def engine_weights(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
-    """The base on one engine GPU: matrices, embedding and head with rows up to a multiple of 64, norms, routing biases, rotary table."""
+    """The base on one engine GPU: matrices, embedding and head, norms, routing biases, rotary table."""
     model, packed, split = found.model, keeps_packed(recipe.profile), found.layout.tensor_ranks
     matrices = (packed_weights if packed else held_weights)(model, found.layout.expert_ranks, split)
     if packed and "nvfp4" in model.checkpoint_gb:
         return matrices  # published with all that belongs to it
     width = 2 if packed else 4
-    rows = -(-model.vocabulary // 64) * 64
-    ends = model.hidden * (2 * rows * width - model.vocabulary * (2 + width))  # beyond embedding and head of the line above
+    ends = model.hidden * model.vocabulary * (width - 2)  # embedding and head beyond those of the line above
     norms = model.hidden * (2 * model.layers + 1) + 2 * model.head_dim * model.layers
     norms += 2 * model.sparse.index_dim * model.moe_layers if model.sparse else 0
     biases = 0 if packed else 4 * model.moe_layers * model.experts  # packed, they are counted with the routers

@@ -25,7 +25,7 @@ def main() -> None:
     row_checks.routing("cpu", 5)
     row_checks.products("cpu", 18, 70, 544)
     row_checks.products("cpu", 3, 1030, 70)
-    row_checks.rows_of_a_matrix("cpu", 2, 1030, 272)
+    row_checks.rows_of_a_matrix("cpu", 2, 1030, 400)
     row_checks.logprobs("cpu", 5, 200)
     print("as the references")
 

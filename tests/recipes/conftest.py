@@ -31,9 +31,9 @@ def tiny_adapter(tmp_path_factory) -> Path:
     return random_adapter(tmp_path_factory.mktemp("adapters") / "step_7", tiny_spec(), get_profile("w4a16-fp32").hash, version=7)
 
 
-def start_evaluation(adapter: Path, out: Path) -> subprocess.Popen:
+def start_evaluation(adapter: Path, out: Path, *settings: str) -> subprocess.Popen:
     """`samebits eval` of the shipped recipe with an engine in its process."""
-    command = [sys.executable, "-m", "samebits.recipes.cli", "eval", RECIPE, "device=cpu", "threads=1", FOUR_AT_A_TIME]
+    command = [sys.executable, "-m", "samebits.recipes.cli", "eval", RECIPE, "device=cpu", "threads=1", FOUR_AT_A_TIME, *settings]
     command += ["--adapter", str(adapter), *EVALUATED, "--out", str(out), "--json", str(out.with_suffix(".json"))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"COLUMNS": "160"})
 

@@ -18,7 +18,7 @@ import pytest
 from samebits.quant.profile import get_profile
 from tests.support.adapters import random_adapter
 
-from .conftest import EVALUATED, RECIPE, texts, tiny_spec
+from .conftest import EVALUATED, RECIPE, start_evaluation, texts, tiny_spec
 from .test_serve import alive, free_port, seconds_to_stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -152,13 +152,17 @@ def test_adapters_that_the_engine_cannot_hold_are_refused_and_the_engine_lives(s
     assert {name: logprobs(server.ask(name)) for name in before} == before
 
 
-def test_a_server_samples_what_an_engine_in_process_samples(server, straight, tmp_path):
-    """The same problems, seeds and adapter by URL and in process, in other batches: the same texts."""
+def test_a_server_samples_what_an_engine_in_process_samples(server, base, tiny_adapter, tmp_path):
+    """The same problems, seeds, base and adapter by URL and in process, in other batches: the same texts."""
+    process = start_evaluation(tiny_adapter, tmp_path / "straight", f"model={base}")
+    said, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, said
     command = [sys.executable, "-m", "samebits.recipes.cli", "eval", RECIPE, "--url", server.url, "--served-name", "tuned", *EVALUATED]
     command += ["--task", "arithmetic", "--api-key-env", "SAMEBITS_TEST_KEY", "--out", str(tmp_path / "o")]
     done = subprocess.run(command, env=os.environ | {"SAMEBITS_TEST_KEY": KEY}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert texts(tmp_path / "o") == texts(straight)
+    assert texts(tmp_path / "o") == texts(tmp_path / "straight")
+    assert not any("z" in text for text in texts(tmp_path / "straight").values())
 
 
 def test_a_second_server_on_the_port_is_refused(server):

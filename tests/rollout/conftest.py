@@ -16,6 +16,7 @@ from samebits.quant.roles import LORA_ROLES
 from tests.support import random_m3
 
 RANK = 8
+KV_BYTES = 128 << 20
 PROFILE = "w4a16-fp32"
 
 
@@ -27,7 +28,8 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def start(checkpoint) -> Callable:
     """Starts an engine in this process, on `folder` or the session's checkpoint, with whatever options differ from the usual ones."""
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the cache's size below, in whole GiB of every engine that is kept
 
     # Kept to the end of the session: an engine that goes takes the process group with it, in which others and later ones live.
     kept = []
@@ -44,6 +46,7 @@ def start(checkpoint) -> Callable:
             enable_lora=True,
             max_lora_rank=RANK,
             max_loras=2,
+            kv_cache_memory_bytes=KV_BYTES,
             enable_return_routed_experts=True,
             logprobs_mode="processed_logprobs",
             worker_extension_cls="samebits.rollout.worker.WorkerExtension",

@@ -7,13 +7,14 @@ import shutil
 import pytest
 import torch
 
+from samebits.recipes import memory_parts
 from samebits.recipes.config import load_recipe
 from samebits.recipes.layout import ROLLOUT
 from samebits.recipes.memory import engine_parts
 from samebits.recipes.validate import examine
 from samebits.rollout.held import held_bytes
 
-from .conftest import RANK
+from .conftest import KV_BYTES, RANK
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +33,12 @@ def test_shared_memory_counts_once():
 
 
 @pytest.mark.parametrize(("name", "cache"), [("engine", "auto"), ("packed_engine", "nvfp4")])
-def test_weights_slots_and_cache_are_those_planned(name, cache, request, checkpoint):
+def test_weights_slots_and_cache_are_those_planned(name, cache, request, checkpoint, monkeypatch):
     """To the byte, of the parts that the plan counts; the fixture's engine takes 1,024 tokens and rank 8."""
     counted = request.getfixturevalue(name).rpc("samebits_held_bytes")
     shutil.copyfile("recipes/tiny_m3_base/tokenizer.json", checkpoint / "tokenizer.json")
     settings = [f"model={checkpoint}", "device=cpu", f"numerics.kv_cache={cache}", f"lora.rank={RANK}", f"{ROLLOUT}.max_model_len=1024"]
+    monkeypatch.setattr(memory_parts, "CPU_KV_BYTES", KV_BYTES)
     recipe, verl = load_recipe("recipes/tiny_m3_grpo.yaml", settings)
     planned, _ = engine_parts(recipe, verl, examine(recipe, verl))
     assert counted == {

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from vllm import envs
 
 from samebits.alignment_checks.in_run import check_bases
 from samebits.alignment_checks.weights import WeightMismatch, base_digests, verify_sync
@@ -23,7 +24,7 @@ from samebits.quant.roles import LORA_ROLES
 from tests.support import random_m3
 from tests.support.gpu_wiring import as_on_a_gpu
 
-from .conftest import Engine, same_bits
+from .conftest import KV_BYTES, Engine, same_bits
 
 pytestmark = pytest.mark.slow
 SIZES = dict(hidden=128, intermediate=128, dense=256, vocab=128)
@@ -56,8 +57,10 @@ def one_thread():
     torch._C.set_num_threads(1)  # vLLM's CPU worker replaces torch's own name of it
     for name, value in (("OMP_NUM_THREADS", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("TORCHDYNAMO_DISABLE", "1")):
         patch.setenv(name, value)
+    envs.disable_envs_cache()  # vLLM remembers what an engine before this one was told
     yield
     patch.undo()
+    envs.disable_envs_cache()
     torch._C.set_num_threads(threads)
 
 
@@ -70,6 +73,7 @@ def options(kv_cache: str, profile: str) -> dict:
     return dict(
         dtype="float32" if profile == "w4a16-fp32" else "bfloat16",
         max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=KV_BYTES,
         seed=0,
         additional_config={"samebits": {"profile": profile, "kv_cache": kv_cache, "rank": 8}},
     )
