@@ -15,10 +15,8 @@ case, and its set can be run alone: shapes and values of a set follow from the s
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -31,6 +29,7 @@ from samebits.kernels.msa_ops import BLOCK, DIM, Batch, Norms, Packed, Pages, ba
 from samebits.kernels.rope import rope_table
 from samebits.quant import kv
 
+from . import random_command
 from .msa_cases import FORMATS
 
 SCALE = msa_ops.default_scale()
@@ -353,16 +352,7 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=None, help="default: one of the clock's, which is printed")
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--set", type=int, default=None, help="only the set of this number")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("samebits: the comparison of attention kernels needs a CUDA GPU", file=sys.stderr)
-        return 2
-    seed = time.time_ns() % 1_000_000 if args.seed is None else args.seed
-    return 1 if run(seed, args.cases, Limits(), fast_ops(), "cuda", args.set).wrong else 0
+    return random_command.main("attention", lambda seed, cases, one: not run(seed, cases, Limits(), fast_ops(), "cuda", one).wrong, argv)
 
 
 if __name__ == "__main__":

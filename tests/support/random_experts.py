@@ -12,10 +12,8 @@ Routes, weights and outputs must have the same bytes. A byte that differs names 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +26,7 @@ from samebits.kernels.linear import LoRA
 from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.quant import nvfp4
 
+from . import random_command
 from .random_attention import Finding, same_bytes
 
 ACT = SwiGLU()
@@ -158,16 +157,7 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=None, help="default: one of the clock's, which is printed")
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--set", type=int, default=None, help="only the set of this number")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("samebits: the comparison of expert kernels needs a CUDA GPU", file=sys.stderr)
-        return 2
-    seed = time.time_ns() % 1_000_000 if args.seed is None else args.seed
-    return 1 if run(seed, args.cases, Limits(), fast_ops(), "cuda", args.set).wrong else 0
+    return random_command.main("expert", lambda seed, cases, one: not run(seed, cases, Limits(), fast_ops(), "cuda", one).wrong, argv)
 
 
 if __name__ == "__main__":
