@@ -263,7 +263,6 @@ def attend(
                 PARTS=max(1, together // unit),
                 SHARE=MERGE_HEADS,
                 LSE=lse,
-                FORMAT=form,
                 num_warps=4,
                 enable_fp_fusion=False,
                 **nvidia_options(launch_pdl=EARLY and q.is_cuda),

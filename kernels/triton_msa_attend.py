@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_msa_blocks import PLACES, WARPS, decode_keys, decode_values, load_keys, load_values, natural_output
-from .triton_msa_tiles import NVFP4, OPERAND, PAGE, key_of_label, label_query, unit
+from .triton_msa_tiles import NVFP4, OPERAND, PAGE, key_of_label, label_query, value_weights
 from .triton_target import has_ptx
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
@@ -50,10 +50,10 @@ def _added(x, N: tl.constexpr):
 
 
 @triton.jit
-def _finish(top, sums, values, FORMAT: tl.constexpr):
+def _finish(top, sums, values):
     """(output in the order of `natural_output`, log2 of the softmax's sum)."""
     total = _added(sums, SUMS)
-    inverse = tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32) * unit(FORMAT), tl.where(total > 0, total, 1.0))
+    inverse = tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total > 0, total, 1.0))
     lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     return values * inverse[:, None] + 0.0, lse  # 0.0 for -0.0, which an empty set of keys makes 0.0 when it is joined
 
@@ -150,7 +150,7 @@ def attend_kernel(
             weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
             # Of each lane: they need not meet before the end.
             block_sums = tl.sum(tl.sum(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]), axis=3), axis=1)
-            block_values = tl.dot(weights.to(OPERAND), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
+            block_values = tl.dot(value_weights(weights, FORMAT), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
             top, sums, values = _join(top, sums, values, block_top, block_sums, block_values)
         if UNIT < TOPK:
             all_top, all_sums, all_values = top, sums, values
@@ -164,7 +164,7 @@ def attend_kernel(
         part_ptr += program * ROWS * 128
         tl.store(part_ptr + head[:, None] * 128 + tl.arange(0, 128)[None, :], all_values)
     else:
-        out, lse = _finish(all_top, all_sums, all_values, FORMAT)
+        out, lse = _finish(all_top, all_sums, all_values)
         tl.store(out_ptr + at, natural_output(out, ROWS).to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
         if LSE:
             tl.store(lse_ptr + row * HEADS + head, lse, mask=head < HEADS)
@@ -181,7 +181,6 @@ def merge_kernel(
     PARTS: tl.constexpr,  # of a group
     SHARE: tl.constexpr,  # heads of a program
     LSE: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):
     """Some heads of one query token and KV group a program."""
     if has_ptx():
@@ -208,7 +207,7 @@ def merge_kernel(
             else:
                 top, sums, values = _join(top, sums, values, part_top, part_sums, part_values)
         all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
-    out, lse = _finish(all_top, all_sums, all_values, FORMAT)
+    out, lse = _finish(all_top, all_sums, all_values)
     at = (row * HEADS + head)[:, None] * 128 + dim[None, :]
     tl.store(out_ptr + at, natural_output(out, SHARE).to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])
     if LSE:

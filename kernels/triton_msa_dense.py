@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, block_scales, e4m3_bytes, finite, halves, nibbles, rounded, unit
+from .triton_msa_tiles import BF16, NVFP4, OPERAND, PAGE, block_scales, e4m3_bytes, finite, halves, nibbles, rounded, unit, value_weights
 
 
 @triton.jit
@@ -117,29 +117,29 @@ def _merge(all_top, all_total, all_values, top, total, values):
 
 
 @triton.jit
-def _weights(scores, new_top, factor, AXIS: tl.constexpr):
-    """2^(scores * factor - maximum), as operand."""
+def _weights(scores, new_top, factor, AXIS: tl.constexpr, FORMAT: tl.constexpr):
+    """2^(scores * factor - maximum), as operand beside values."""
     origin = tl.broadcast_to(tl.expand_dims(-_finite(new_top), AXIS), scores.shape)
-    return tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, origin)).to(OPERAND)
+    return value_weights(tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, origin)), FORMAT)
 
 
 @triton.jit
-def _row_weights(query, k, top, key, position, factor, MASKED: tl.constexpr):
+def _row_weights(query, k, top, key, position, factor, MASKED: tl.constexpr, FORMAT: tl.constexpr):
     """Of a tile of keys, with queries as rows: the new maximum, what it makes of the old state, and weights [N, KEYS]."""
     scores = tl.dot(query, tl.trans(k))
     if MASKED:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
-    return new_top, tl.exp2(top - _finite(new_top))[:, None], _weights(scores, new_top, factor, 1)
+    return new_top, tl.exp2(top - _finite(new_top))[:, None], _weights(scores, new_top, factor, 1, FORMAT)
 
 
 @triton.jit
-def _column_weights(query, k, top, key, position, factor):
+def _column_weights(query, k, top, key, position, factor, FORMAT: tl.constexpr):
     """The same with queries as columns: weights [KEYS, N]."""
     scores = tl.dot(k, query)
     scores = tl.where(key[:, None] <= position[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=0) * factor)
-    return new_top, tl.exp2(top - _finite(new_top))[None, :], _weights(scores, new_top, factor, 0)
+    return new_top, tl.exp2(top - _finite(new_top))[None, :], _weights(scores, new_top, factor, 0, FORMAT)
 
 
 @triton.jit
@@ -180,11 +180,11 @@ def _chunk(
             v = _plain(values_ptr + offset, limit - at, token_stride, KEYS, MASKED)
             seen = key + tile * KEYS
             if COLUMNS:
-                top, shrink, weights = _column_weights(query, k, top, seen, position, factor)
+                top, shrink, weights = _column_weights(query, k, top, seen, position, factor, FORMAT)
                 total = tl.dot(ones, weights, total * shrink)
                 values = tl.dot(tl.trans(v), weights, values * shrink)
             else:
-                top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED)
+                top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED, FORMAT)
                 total = tl.dot(weights, ones, total * shrink)
                 values = tl.dot(weights, v, values * shrink)
     else:
@@ -200,11 +200,11 @@ def _chunk(
             k = _decoded(x_k, scale_k, KEYS, FORMAT, ROUNDED)
             seen = key + tile * KEYS
             if COLUMNS:
-                top, shrink, weights = _column_weights(query, k, top, seen, position, factor)
+                top, shrink, weights = _column_weights(query, k, top, seen, position, factor, FORMAT)
                 total = tl.dot(ones, weights, total * shrink)
                 values = tl.dot(tl.trans(_decoded(x_v, scale_v, KEYS, FORMAT, ROUNDED)), weights, values * shrink)
             else:
-                top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED)
+                top, shrink, weights = _row_weights(query, k, top, seen, position, factor, MASKED, FORMAT)
                 total = tl.dot(weights, ones, total * shrink)
                 values = tl.dot(weights, _decoded(x_v, scale_v, KEYS, FORMAT, ROUNDED), values * shrink)
             x_k, scale_k, x_v, scale_v = next_k, next_scale_k, next_v, next_scale_v
@@ -272,7 +272,7 @@ def prefill_kernel(
             first_key = tl.load(table_ptr + request)
         keys_ptr += group.to(tl.int64) * head_stride
         values_ptr += group.to(tl.int64) * head_stride
-        ones = tl.full([KEYS, 16], 1.0, OPERAND)
+        ones = tl.full([KEYS, 16], 1.0 / unit(FORMAT), OPERAND)
         top = tl.full([N], float("-inf"), tl.float32)
         total = tl.zeros([N], tl.float32)
         values = tl.zeros([N, 128], tl.float32)
@@ -290,13 +290,13 @@ def prefill_kernel(
             top, total, values = _merge(top, total, values, a, tl.max(b, axis=1), c)
         real = position >= 0  # padding saw the chunks that are whole for the others
         total, values = tl.where(real, total, 0.0), tl.where(real[:, None], values, 0.0)
-        _finish(out_ptr, lse_ptr, row, inside, top, total, values, _dim(FORMAT), N, LSE, FORMAT)
+        _finish(out_ptr, lse_ptr, row, inside, top, total, values, _dim(FORMAT), N, LSE)
 
 
 @triton.jit
-def _finish(out_ptr, lse_ptr, row, inside, top, total, values, dim, N: tl.constexpr, LSE: tl.constexpr, FORMAT: tl.constexpr):
+def _finish(out_ptr, lse_ptr, row, inside, top, total, values, dim, N: tl.constexpr, LSE: tl.constexpr):
     """Divide and store. Rows that saw no key get zeros."""
-    inverse = tl.math.div_rn(tl.full([N], 1.0, tl.float32) * unit(FORMAT), tl.where(total > 0, total, 1.0))
+    inverse = tl.math.div_rn(tl.full([N], 1.0, tl.float32), tl.where(total > 0, total, 1.0))
     at = out_ptr + row[:, None] * 128 + dim[None, :]
     tl.store(at, (values * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
     if LSE:
@@ -344,7 +344,7 @@ def split_kernel(
         table_ptr += request.to(tl.int64) * table_stride
         keys_ptr += group.to(tl.int64) * head_stride
         values_ptr += group.to(tl.int64) * head_stride
-        ones = tl.full([64, KEYS], 1.0, OPERAND)
+        ones = tl.full([64, KEYS], 1.0 / unit(FORMAT), OPERAND)
         top, total, values = _chunk(
             tl.trans(query), position, keys_ptr, values_ptr, table_ptr, 0, chunk * CHUNK, newest, page_stride, token_stride, factor, ones,
             N, KEYS, CHUNK, FORMAT, ROUNDED, True, True, True, STAGES,
@@ -373,7 +373,6 @@ def merge_kernel(
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):
     """ROWS heads of a query token and KV group a program: merge its chunks. Zeros for padding, also for what is behind all requests."""
     slot, item, group = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS, tl.program_id(1)
@@ -384,7 +383,7 @@ def merge_kernel(
     if slot == count:
         for token in range(tl.load(start_ptr + requests) + item, tokens, TOKENS):
             row = (token * G + group) * HEADS + head
-            _finish(out_ptr, out_ptr, row.to(tl.int64), head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
+            _finish(out_ptr, out_ptr, row.to(tl.int64), head < HEADS, top, total, values, dim, ROWS, False)
     else:
         first, end = tl.load(start_ptr + first_request + slot), tl.load(start_ptr + first_request + slot + 1)
         token = first + item
@@ -397,4 +396,4 @@ def merge_kernel(
                 c = tl.load(part_ptr + at[:, None] * 128 + dim[None, :])
                 top, total, values = _merge(top, total, values, a, b, c)
             row = (token.to(tl.int64) * G + group) * HEADS + head
-            _finish(out_ptr, out_ptr, row, head < HEADS, top, total, values, dim, ROWS, False, FORMAT)
+            _finish(out_ptr, out_ptr, row, head < HEADS, top, total, values, dim, ROWS, False)

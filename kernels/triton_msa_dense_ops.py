@@ -63,7 +63,7 @@ def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, sma
     step = max(1, min(requests, PARTS // (each * DIM * 4), 65535))
     part = torch.empty(step * each, DIM, dtype=torch.float32, device=q.device)
     top, total = (torch.empty(step * each, dtype=torch.float32, device=q.device) for _ in range(2))
-    sizes = {"G": groups, "HEADS": heads, "TOKENS": small, "CHUNK": CHUNK, "FORMAT": form, "enable_fp_fusion": False}
+    sizes = {"G": groups, "HEADS": heads, "TOKENS": small, "CHUNK": CHUNK, "enable_fp_fusion": False}
     for first in range(0, requests, step):
         count = min(step, requests - first)
         split_kernel[(chunks, groups, count)](
@@ -81,6 +81,7 @@ def _split(q: Tensor, cache: Pages, batch: Batch, scale: float, out: Tensor, sma
             factor(scale, form),
             first,
             KEYS=KEYS,
+            FORMAT=form,
             ROUNDED=rounded and form == 2,
             STAGES=SPLIT_STAGES[form],
             num_warps=4,

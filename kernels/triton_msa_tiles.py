@@ -19,7 +19,8 @@ order. Which address a row means is free arithmetic, so rows are counted as lane
 **Decode.** An E2M1 code, moved to where bf16 has its sign, the two low bits of its exponent and the top bit of its fraction, is its value
 times 2^-126, subnormal included; one exact multiply by the block scale times 2^119 leaves value * 2^-7, which has at most six
 significant bits and lies between 2^-17 and 21. Moving costs one AND, one multiply (two shifts at once), one AND for two codes.
-The factor 2^7 is given back in fp32 (`unit`); it is a power of two and changes no rounding.
+The factor 2^7 (`unit`) is given back before any sum can leave fp32's normal numbers, where a power of two would change what is lost: to
+scores as they are scaled, and to values by the weights that they are multiplied by (`value_weights`).
 
 Where there is no PTX (`triton_target`) values are decoded in fp32, in which they are exact, and cast; what goes where stays the same.
 
@@ -126,12 +127,32 @@ or.b32 h, h, s;
 mov.b32 s, 0x78007800;
 mul.rn.bf16x2 $0, h, s;
 }""")
+# Two bf16 numbers times 2^7.
+_UNIT_ASM = tl.constexpr("""{
+.reg .b32 k;
+mov.b32 k, 0x43004300;
+mul.rn.bf16x2 $0, $1, k;
+}""")
 
 
 @triton.jit
 def unit(FORMAT: tl.constexpr):
     """What a decoded tile must be multiplied by to be the values."""
     return 128.0 if FORMAT == NVFP4 else 1.0
+
+
+@triton.jit
+def value_weights(weights, FORMAT: tl.constexpr):
+    """fp32 weights, none above 1, as operand: times what makes the product with a decoded tile of values that with the values.
+
+    Such a product is the same number in every format. Times 2^-7, that of a weight of 2^-120 would lose bits that other formats keep.
+    """
+    if FORMAT != NVFP4:
+        return weights.to(OPERAND)
+    elif not has_ptx():
+        return (weights.to(OPERAND).to(tl.float32) * 128.0).to(OPERAND)
+    else:
+        return tl.inline_asm_elementwise(_UNIT_ASM, "=r,r", [weights.to(OPERAND)], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit

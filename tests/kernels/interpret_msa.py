@@ -13,7 +13,7 @@ import torch
 
 from samebits.kernels import msa_ops, triton_msa, triton_msa_backward, triton_msa_tiles
 from samebits.kernels.msa import SparseConfig
-from tests.support.msa_cases import FORMATS, insert_case, make
+from tests.support.msa_cases import FORMATS, insert_case, make, vanishing, with_weights_that_vanish
 
 CONFIG = SparseConfig()
 
@@ -79,6 +79,19 @@ def rounded_reads() -> None:
     check("choice from rounded keys", torch.equal(have, want) and bool((want[1] >= 0).all()))
     out = msa_ops.sparse_attention(case.q.float(), case.cache, want, case.batch, 0.1, rounded=True)
     close("attention to rounded keys", triton_msa.attend(case.q.float(), case.cache, want, case.batch, 0.1, rounded=True)[0], out, 1e-5)
+
+
+def weights_that_vanish() -> None:
+    """As in `interpret_msa_dense`: pages and packed keys have the same bits."""
+    total = [300, 140]
+    case, held = with_weights_that_vanish(make([1, 9], total, "nvfp4", groups=2, heads=4), total)
+    block = torch.arange(16, dtype=torch.int32).expand(len(case.q), 2, 16)
+    chosen = torch.where(block <= (case.batch.position // 128)[:, None, None], block, -1)
+    for rounded, packed in held.items():
+        have, _ = triton_msa.attend(case.q.float(), case.cache, chosen, case.batch, 0.5, rounded=rounded)
+        want, _ = triton_msa.attend(case.q.float(), packed, chosen, case.batch, 0.5)
+        check("outputs that vanish", vanishing(want) > 100)
+        check("bits of outputs that vanish", torch.equal(have.view(torch.int32), want.view(torch.int32)))
 
 
 def padding() -> None:
@@ -164,6 +177,7 @@ def main() -> None:
         raise SystemExit("set TRITON_INTERPRET=1")
     choice_and_attention()
     rounded_reads()
+    weights_that_vanish()
     padding()
     parts_of_a_long_batch()
     inserted_bytes()

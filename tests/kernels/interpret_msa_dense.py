@@ -10,7 +10,7 @@ import torch
 
 from samebits.kernels import msa_ops, triton_msa_dense_backward, triton_msa_dense_ops, triton_msa_tiles
 from tests.kernels.interpret_msa import check, close
-from tests.support.msa_cases import FORMATS, make
+from tests.support.msa_cases import FORMATS, make, vanishing, with_weights_that_vanish
 
 
 def every_kernel_over_every_cache() -> None:
@@ -47,6 +47,17 @@ def rounded_reads() -> None:
     have, _ = triton_msa_dense_ops.attend(case.q.float(), case.cache, case.batch, 0.1, rounded=True)
     close("attention to rounded keys", have, want, 1e-6)
     check("a read that rounds", not torch.allclose(want, plain, rtol=1e-2))
+
+
+def weights_that_vanish() -> None:
+    """Pages and packed keys have the same bits where weights are so small that a power of two decides what fp32 keeps of a product."""
+    total = [300, 140]
+    case, held = with_weights_that_vanish(make([1, 9], total, "nvfp4", groups=2, heads=4), total)
+    for rounded, packed in held.items():
+        have, _ = triton_msa_dense_ops.attend(case.q.float(), case.cache, case.batch, 0.5, rounded=rounded)
+        want, _ = triton_msa_dense_ops.attend(case.q.float(), packed, case.batch, 0.5)
+        check("outputs that vanish", vanishing(want) > 100)
+        check("bits of outputs that vanish", torch.equal(have.view(torch.int32), want.view(torch.int32)))
 
 
 def packed_keys_and_their_gradients() -> None:
@@ -89,6 +100,7 @@ def main() -> None:
         raise SystemExit("set TRITON_INTERPRET=1")
     every_kernel_over_every_cache()
     rounded_reads()
+    weights_that_vanish()
     packed_keys_and_their_gradients()
     padding_has_no_gradient()
     print("same results")

@@ -7,7 +7,7 @@ import torch
 
 from samebits.kernels.msa_ops import Pages
 from tests.support.interpreter import interpreted
-from tests.support.random_attention import Limits, check_set, draw, fast_ops, near, run, same_bytes, worst
+from tests.support.random_attention import Limits, check_set, comparisons, draw, fast_ops, near, run, same_bytes, worst
 
 SMALL = Limits(blocks=2, new=3, shapes=((2, 4),), each=3, batches=(1, 2), width=3, topk=1)
 
@@ -32,8 +32,9 @@ def test_the_references_of_trainer_and_engine_agree():
     """In torch a sum has an order of its own for every shape: rows are compared within rounding, choices exactly."""
     said = []
     found = run(1, 9, SMALL, fast_ops(), "cpu", differing=near, tell=said.append)
-    assert not found.wrong and found.cases == 9 and found.bytes > 10_000_000
-    assert said == [f"attention, seed 1: 9 cases in 3 sets, {found.bytes} bytes compared, 0 sets differ"]
+    assert not found.wrong and found.cases == 9
+    assert found.least == comparisons(SMALL) == 36 and found.comparisons == 9 * 36 and found.bytes > 10_000_000
+    assert said == [f"attention, seed 1: 9 cases in 3 sets, at least 36 comparisons of each, {found.bytes} bytes compared, 0 sets differ"]
 
 
 def wrong_in_company(name: str):

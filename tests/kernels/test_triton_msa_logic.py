@@ -140,6 +140,14 @@ def test_every_value_that_nvfp4_holds_is_rounded_as_the_reference_rounds(tiles):
     assert torch.equal(halves(have)[1].view(torch.int32), want.roll(5).view(torch.int32))
 
 
+def test_every_weight_beside_nvfp4_values_is_multiplied_by_what_they_lack(tiles):
+    """All bf16 numbers from 0 to 1, subnormal ones too."""
+    bits = np.arange(0x3F81, dtype=np.uint32)
+    (have,) = run_ptx(tiles._UNIT_ASM.value, 1, [bits | np.roll(bits, 7) << 16])
+    want = torch.from_numpy((bits << 16).view(np.float32).copy()) * 128
+    assert want[-1] == 128 and torch.equal(halves(have)[0], want) and torch.equal(halves(have)[1], want.roll(7))
+
+
 def test_every_e4m3_byte(tiles):
     byte = np.arange(256, dtype=np.uint32)
     byte = byte[byte & 0x7F != 0x7F]

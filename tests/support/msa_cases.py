@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samebits.kernels import msa_ops
 from samebits.kernels.msa_ops import BLOCK, DIM, Batch, Norms, Packed, Pages, batch_of
 from samebits.kernels.rope import rope_table
 from samebits.quant import kv
@@ -89,6 +90,26 @@ def make(
         Packed(k.bfloat16(), v.bfloat16(), start, max(each)),
         Packed(index_k.bfloat16(), None, start, max(each)),
     )
+
+
+def with_weights_that_vanish(case: Case, total: list[int]) -> tuple[Case, dict[bool, Packed]]:
+    """An NVFP4 case of `total` tokens whose outputs are often far below 1; and what its pages hold, by whether it is read as E4M3.
+
+    Queries are integers, so that scores are exact and lie hundreds apart; few values are not zero, so that an element of the output
+    may have nothing but weights near the least number that fp32 has.
+    """
+    g = torch.Generator(case.q.device).manual_seed(0)
+    slots = torch.cat([msa_ops._slots(case.cache, r, n) for r, n in enumerate(total)])
+    values = case.packed.values * (torch.rand(case.packed.values.shape, generator=g, device=case.q.device) < 0.004)
+    kv.write_pages(case.cache.data, slots, case.packed.keys, values)
+    held = {rounded: kv.read_pages(case.cache.data, slots, DIM, torch.bfloat16, rounded) for rounded in (False, True)}
+    q = torch.randint(-8, 9, case.q.shape, generator=g, device=case.q.device).bfloat16()
+    return case._replace(q=q), {rounded: case.packed._replace(keys=k, values=v) for rounded, (k, v) in held.items()}
+
+
+def vanishing(out: Tensor) -> int:
+    """Outputs that are not zero and smaller than what 2^7 times the least normal number of fp32 is."""
+    return int(((out != 0) & (out.abs() < 2.0**-119)).sum())
 
 
 def without_indexer(args: tuple) -> tuple:

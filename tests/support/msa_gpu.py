@@ -26,5 +26,7 @@ def distance(have: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits, NaN and signed zeros included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    """Equal bits, NaN and signed zeros included, of the same shape and dtype."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))

@@ -96,8 +96,23 @@ class Finding(NamedTuple):
 
     cases: int
     bytes: int
-    comparisons: int
+    comparisons: int  # over all cases: a tensor of a case, in a batch
+    least: int  # comparisons of the case that had the fewest
     wrong: tuple[str, ...]  # one line for each set with a difference
+
+
+def summary(what: str, findings: Sequence[Finding], wrong: Sequence[str], tell: Callable[[str], None]) -> Finding:
+    """One finding of several sets; what was compared is told in a line."""
+    cases, size, compared = (sum(getattr(f, name) for f in findings) for name in ("cases", "bytes", "comparisons"))
+    least = min((f.least for f in findings), default=0)
+    compared_of = f"at least {least} comparisons of each, {size} bytes compared"
+    tell(f"{what}: {cases} cases in {len(findings)} sets, {compared_of}, {len(wrong)} sets differ")
+    return Finding(cases, size, compared, least, tuple(wrong))
+
+
+def comparisons(limits: Limits) -> int:
+    """Of each case: what prefill inserts, a chunk of it, then insertion and attention in batches of each size, of all that come and one."""
+    return 5 + 3 + 2 * len(limits.batches) * (2 + 3 + 2)
 
 
 def draw(seed: int, count: int, limits: Limits) -> list[CaseSet]:
@@ -235,11 +250,12 @@ def check_set(one: CaseSet, limits: Limits, ops: Ops, device: str, differing: Ca
     """All comparisons of a set; what differs is looked at once, at the end."""
     data, config = inputs(one, limits, device), SparseConfig(topk=limits.topk)
     counts: dict[str, Tensor] = {}
-    size = 0
+    size, times = 0, torch.zeros(len(one.cases) + 1, dtype=torch.int64, device=device)
 
     def compare(name: str, have: Tensor, want: Tensor, owner: Tensor) -> None:
         nonlocal size
         size += have.nbytes
+        times.add_(torch.zeros_like(times).index_fill_(0, owner, 1))
         found = counts.setdefault(name, torch.zeros(len(one.cases) + 1, dtype=torch.int64, device=device))
         found.index_add_(0, owner, differing(have, want))
 
@@ -264,7 +280,7 @@ def check_set(one: CaseSet, limits: Limits, ops: Ops, device: str, differing: Ca
         "dense": ops.train_dense(q[rows], packed, batch),
     }
     if not all(out.isfinite().all() for out in want.values()):
-        return Finding(len(one.cases), 0, 0, (f"set {one.number}: the trainer's attention is not finite",))
+        return Finding(len(one.cases), 0, 0, 0, (f"set {one.number}: the trainer's attention is not finite",))
     place = torch.full_like(request, -1)  # of a token among the trainer's results
     place[rows] = torch.arange(len(chosen), device=device)
 
@@ -307,7 +323,8 @@ def check_set(one: CaseSet, limits: Limits, ops: Ops, device: str, differing: Ca
                     compare(f"{name} {where}", have, want[name][place[rows]], request[rows])
             for name, have, expected in (("pages", engine.main, whole.main), ("index pages", engine.index, whole.index)):
                 compare(f"{name} {where}", have.view(torch.uint8), expected.view(torch.uint8), data.owner)
-    return Finding(len(one.cases), size, len(counts), tuple(worst(one, counts)))
+    of_cases = times[: len(one.cases)]
+    return Finding(len(one.cases), size, int(of_cases.sum()), int(of_cases.min()), tuple(worst(one, counts)))
 
 
 def worst(one: CaseSet, counts: dict[str, Tensor]) -> list[str]:
@@ -338,16 +355,7 @@ def run(
         findings.append(check_set(one, limits, ops, device, differing))
         for line in findings[-1].wrong:
             tell(f"{line}\n  again alone: python -m tests.support.random_attention --seed {seed} --cases {count} --set {one.number}")
-    all_of = Finding(
-        sum(f.cases for f in findings),
-        sum(f.bytes for f in findings),
-        sum(f.comparisons for f in findings),
-        tuple(line for f in findings for line in f.wrong),
-    )
-    tell(
-        f"attention, seed {seed}: {all_of.cases} cases in {len(sets)} sets, {all_of.bytes} bytes compared, {len(all_of.wrong)} sets differ"
-    )
-    return all_of
+    return summary(f"attention, seed {seed}", findings, [line for f in findings for line in f.wrong], tell)
 
 
 def main(argv: list[str] | None = None) -> int:

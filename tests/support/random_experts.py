@@ -4,10 +4,13 @@ A case is a token: its hidden state, its router logits, and the adapter it asks 
 share a layer; routes may be even, or lean to a few experts. Of a set
 
 - the trainer routes and computes all tokens among others, with what gradients need: for each adapter with that adapter alone, as a job
-  trains it, and without one for the tokens that ask for none. Replayed routes must have the weights of chosen ones;
-- the engine computes them in batches of 1, 7 and 64 tokens in another order, all adapters in their slots.
+  trains it, and without one for the tokens that ask for none. Then it computes each adapter's tokens in a batch that has no others, over
+  replayed routes, whose weights must be those of chosen ones;
+- the engine computes them in batches of 1, 7 and 64 tokens in another order, and in one batch among others, as a chunk of prefill has
+  them; all adapters in their slots.
 
-Routes, weights and outputs must have the same bytes. A byte that differs names the token, and its set can be run alone.
+Routes, weights and outputs must have the same bytes, of every token in every one of these batches: `comparisons` says how many that are.
+A byte that differs names the token, and its set can be run alone.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.quant import nvfp4
 
 from . import random_command
-from .random_attention import Finding, same_bytes
+from .random_attention import Finding, same_bytes, summary
 
 ACT = SwiGLU()
 SCALE = 2.5  # of a token's weights
@@ -71,6 +74,11 @@ def fast_ops() -> Ops:
     return Ops(route_topk, route_weights, call)
 
 
+def comparisons(limits: Limits) -> int:
+    """Of each case: weights and output of replayed routes, then routes, weights and output of each batch of the engine."""
+    return 2 + 3 * (len(limits.batches) + 1)
+
+
 def check_set(
     number: int, seed: int, count: int, limits: Limits, ops: Ops, device: str, differing: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Finding, Tensor, dict[str, Tensor]]:
@@ -95,11 +103,12 @@ def check_set(
         logits = logits + torch.linspace(0, 6, layer.experts, device=device)
     slots = torch.randint(-1, layer.slots, (count,), generator=g, device=device)
     found: dict[str, Tensor] = {}
-    size = 0
+    size, times = 0, torch.zeros(count, dtype=torch.int64, device=device)
 
     def compare(name: str, have: Tensor, want: Tensor, rows: Tensor) -> None:
         nonlocal size
         size += have.nbytes
+        times.index_add_(0, rows, torch.ones_like(rows))
         found.setdefault(name, torch.zeros(count, dtype=torch.int64, device=device)).index_add_(0, rows, differing(have, want))
 
     every = torch.arange(count, device=device)
@@ -107,23 +116,43 @@ def check_set(
     back = torch.empty_like(mixed).scatter_(0, mixed, torch.arange(len(mixed), device=device))[:count]
     ids, weights = ops.route_topk(logits[mixed], bias, layer.top, SCALE)
     want = torch.empty(count, layer.hidden, dtype=torch.bfloat16, device=device)
+
+    def alone(slot: int) -> ExpertLoRA | None:
+        """What a job that trains one adapter has."""
+        return None if slot < 0 else ExpertLoRA(*(LoRA(p.a[slot : slot + 1], p.b[slot : slot + 1]) for p in lora))
+
     for slot in range(-1, layer.slots):
-        own = None if slot < 0 else ExpertLoRA(*(LoRA(p.a[slot : slot + 1], p.b[slot : slot + 1]) for p in lora))
-        out = ops.moe(x[mixed], w13, w2, ids, weights, own, None, True)[back]
+        out = ops.moe(x[mixed], w13, w2, ids, weights, alone(slot), None, True)[back]
         want = torch.where((slots == slot)[:, None], out, want)
     if not want.isfinite().all():
         raise ValueError(f"set {number}: the trainer's experts are not finite")
     ids, weights = ids[back], weights[back]
-    compare("weights of replayed routes", ops.route_weights(logits[:count], ids, SCALE), weights, every)
+    for slot in range(-1, layer.slots):
+        rows = (slots == slot).nonzero().flatten()
+        if len(rows):
+            replayed = ops.route_weights(logits[rows], ids[rows], SCALE)
+            compare("weights of replayed routes", replayed, weights[rows], rows)
+            have = ops.moe(x[rows], w13, w2, ids[rows], replayed, alone(slot), None, True)
+            compare("experts of replayed routes", have, want[rows], rows)
+
+    def engine(where: str, batch: Tensor, asked: Tensor) -> None:
+        """Tokens `batch`, those of no case too, which ask for adapters `asked`."""
+        chosen, their = ops.route_topk(logits[batch], bias, layer.top, SCALE)
+        have = ops.moe(x[batch], w13, w2, chosen, their, lora, asked, False)
+        ours = batch < count
+        rows = batch[ours]
+        compare(f"routes, {where}", chosen[ours], ids[rows], rows)
+        compare(f"weights, {where}", their[ours], weights[rows], rows)
+        compare(f"experts, {where}", have[ours], want[rows], rows)
+
     order = every[torch.randperm(count, generator=g, device=device)]
     for batch in limits.batches:
         for rows in order.split(batch):
-            chosen, their = ops.route_topk(logits[rows], bias, layer.top, SCALE)
-            compare(f"routes, {batch} tokens a batch", chosen, ids[rows], rows)
-            compare(f"weights, {batch} tokens a batch", their, weights[rows], rows)
-            have = ops.moe(x[rows], w13, w2, chosen, their, lora, slots[rows], False)
-            compare(f"experts, {batch} tokens a batch", have, want[rows], rows)
-    return Finding(count, size, len(found), ()), slots, found
+            engine(f"{batch} tokens a batch", rows, slots[rows])
+    asked = torch.cat((slots, torch.randint(-1, layer.slots, (others,), generator=g, device=device)))
+    mixed = torch.randperm(count + others, generator=g, device=device)
+    engine("among others", mixed, asked[mixed])
+    return Finding(count, size, int(times.sum()), int(times.min()), ()), slots, found
 
 
 def run(
@@ -137,13 +166,12 @@ def run(
     tell: Callable[[str], None] = print,
 ) -> Finding:
     """All sets, or the one numbered `only`; tells what differs as soon as it is found, and at the end how much was compared."""
-    cases = size = comparisons = sets = 0
-    wrong = []
+    findings, wrong = [], []
     for number, first in enumerate(range(0, count, limits.each)):
         if only is not None and number != only:
             continue
         finding, slots, found = check_set(number, seed, min(limits.each, count - first), limits, ops, device, differing)
-        cases, size, comparisons, sets = cases + finding.cases, size + finding.bytes, comparisons + finding.comparisons, sets + 1
+        findings.append(finding)
         table = torch.stack(list(found.values())).cpu()
         if table.any():
             at = int(table.any(0).nonzero()[0])
@@ -151,8 +179,7 @@ def run(
             what = "; ".join(f"{name}: {int(n)}" for name, n in zip(found, table[:, at], strict=True) if n)
             wrong.append(f"case {first + at} (set {number}, token {at}, adapter {int(slots[at])}, {layer}) differs in bytes of {what}")
             tell(f"{wrong[-1]}\n  again alone: python -m tests.support.random_experts --seed {seed} --cases {count} --set {number}")
-    tell(f"experts, seed {seed}: {cases} cases in {sets} sets, {size} bytes compared, {len(wrong)} sets differ")
-    return Finding(cases, size, comparisons, tuple(wrong))
+    return summary(f"experts, seed {seed}", findings, wrong, tell)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+SHARDS_BYTES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether FSDP2 shards parameters of bytes: older releases than the one that this package pins want a gradient of every shard."""
+
 
 def on_ranks(world: int, call: Callable[[int, int], object], folder: Path, backend: str = "gloo") -> list:
     """What `call(rank, world)`, a function of a module, returns on each rank; raises what a rank raises."""

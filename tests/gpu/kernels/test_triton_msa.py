@@ -7,7 +7,7 @@ from samebits.kernels import msa, msa_ops
 from samebits.kernels.msa import SparseConfig
 from samebits.kernels.msa_ops import Batch, Pages, batch_of
 from samebits.quant import kv
-from tests.support.msa_cases import FORMATS, make
+from tests.support.msa_cases import FORMATS, make, vanishing, with_weights_that_vanish
 from tests.support.msa_gpu import distance, same
 
 pytest_plugins = ("tests.support.msa_gpu",)
@@ -185,6 +185,21 @@ def test_rounded_reads_have_the_bits_of_the_rounded_values(kernels):
     chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG, rounded=True)
     have = msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, SCALE, rounded=True)
     assert same(have, msa_ops.sparse_attention(case.q, packed, chosen, case.batch, SCALE)) and have.isfinite().all()
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_pages_have_the_bits_of_packed_keys_where_weights_vanish(rounded):
+    """Outputs near the least number that fp32 has: a format's factor must not decide what is left of a product."""
+    total = [2500, 129, 700]
+    case, held = with_weights_that_vanish(make(total, total, "nvfp4", device="cuda", seed=12), total)
+    chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
+    want = msa_ops.sparse_attention(case.q, held[rounded], chosen, case.batch, 0.5)
+    assert vanishing(want) > 1000
+    assert same(msa_ops.sparse_attention(case.q, case.cache, chosen, case.batch, 0.5, rounded=rounded), want)
+    rows = torch.tensor([2499, 2628, 3328], device="cuda")  # the last token of each, in programs of their own for parts of it
+    start = torch.arange(4, dtype=torch.int32, device="cuda")
+    batch = Batch(start, start[:3], case.batch.position[rows], 1)
+    assert same(msa_ops.sparse_attention(case.q[rows], case.cache, chosen[rows], batch, 0.5, rounded=rounded), want[rows])
 
 
 def test_scores_do_not_depend_on_the_number_of_programs(kernels):

@@ -6,7 +6,7 @@ import torch
 from samebits.kernels import msa_ops
 from samebits.kernels.msa_ops import Batch, Packed, Pages, batch_of
 from samebits.quant import kv
-from tests.support.msa_cases import FORMATS, make, one_buffer
+from tests.support.msa_cases import FORMATS, make, one_buffer, vanishing, with_weights_that_vanish
 from tests.support.msa_gpu import distance, same
 
 pytest_plugins = ("tests.support.msa_gpu",)
@@ -85,6 +85,19 @@ def test_rounded_reads_have_the_bits_of_the_rounded_values():
     for new in (1, 3):
         batch, rows = last(case, total, new)
         assert same(msa_ops.dense_attention(case.q[rows], case.cache, batch, SCALE, rounded=True), want[rows]), new
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_pages_have_the_bits_of_packed_keys_where_weights_vanish(rounded):
+    """Outputs near the least number that fp32 has, in prefill and decode: a format's factor must not decide what is left of a product."""
+    total = [2500, 129, 700]
+    case, held = with_weights_that_vanish(make(total, total, "nvfp4", device="cuda", seed=12), total)
+    want = msa_ops.dense_attention(case.q, held[rounded], case.batch, 0.5)
+    assert vanishing(want) > 1000
+    assert same(msa_ops.dense_attention(case.q, case.cache, case.batch, 0.5, rounded=rounded), want)
+    for new in (1, 3):
+        batch, rows = last(case, total, new)
+        assert same(msa_ops.dense_attention(case.q[rows], case.cache, batch, 0.5, rounded=rounded), want[rows]), new
 
 
 def test_decode_beside_prefill_and_padding(kernels):

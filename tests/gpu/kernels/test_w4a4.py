@@ -32,9 +32,16 @@ def test_experts_have_the_bytes_of_the_cpu(layer, count, dtype, scales):
         assert same(layer.out(tuple(t[rows] for t in batch), scales, "cuda", False), have[rows])
 
 
-@pytest.mark.parametrize("tf32", [False, True])
-def test_products_of_many_shapes_have_the_bytes_of_the_cpu_whatever_torch_may_do_in_fp32(tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+@pytest.fixture(params=[False, True])
+def tf32(request):
+    """Set and restored here: it is no attribute that pytest's monkeypatch could give back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_products_of_many_shapes_have_the_bytes_of_the_cpu_whatever_torch_may_do_in_fp32(tf32):
     g = torch.Generator().manual_seed(0)
     for rows, n, k in ((1, 3, 16), (3, 40, 1024), (65, 70, 1040), (128, 256, 3072), (5, 64, 6144)):
         x = torch.randn(rows, k, generator=g) * torch.rand(rows, 1, generator=g) * 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -122,21 +121,9 @@ def test_the_process_that_shares_cannot_open_its_own_handle_under_another_uuid()
         open_text(shared_text(flat), GPU, Elsewhere())
 
 
-def test_the_handle_of_a_gigabyte_is_made_faster_than_its_copy_to_the_host():
-    flat = torch.zeros(1 << 29, dtype=torch.bfloat16, device=GPU)
-    target = torch.empty_like(flat)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    text = shared_text(flat)
-    share = time.perf_counter() - started
-    started = time.perf_counter()
-    target.copy_(flat)
-    torch.cuda.synchronize()
-    copy = time.perf_counter() - started
-    started = time.perf_counter()
-    flat.cpu()
-    host = time.perf_counter() - started
-    print(
-        f"1 GiB: handle of {len(text)} characters in {share * 1e3:.3f} ms, device copy {copy * 1e3:.3f} ms, host copy {host * 1e3:.1f} ms"
-    )
-    assert share < host
+def test_a_handle_is_a_short_text_and_takes_no_memory_whatever_it_names():
+    for size in (1 << 20, 1 << 30):
+        flat = torch.zeros(size // 2, dtype=torch.bfloat16, device=GPU)
+        before = torch.cuda.memory_allocated()
+        text = shared_text(flat)
+        assert len(text) < 1000 and torch.cuda.memory_allocated() == before, size

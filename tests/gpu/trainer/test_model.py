@@ -15,18 +15,32 @@ from tests.support import random_m3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 LENGTHS = [7, 5 * 128 + 61, 130, 1100]  # more than the 4 blocks that are chosen, and fewer
+NOISE = 1.1
+"""How much further from fp32 the kernels may be than torch's attention in bf16. Either is a few hundredths away, nearly all of it because
+inputs rounded to bf16 have other codes in NVFP4's cache, and that both share. Where random numbers of 2^-9 were what moved attention's
+output (three seeds, on a CPU), the factor was between 0.98 and 1.02 at every point, for log-probabilities and for the gradient, though
+log-probabilities then differed by 0.021 in the median. 1.1 leaves room for an error of the kernels' own that is 0.46 of bf16's."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def folder(tmp_path_factory):
     pytest.importorskip("triton")
+    return random_m3.build(tmp_path_factory.mktemp("m3"))
+
+
+def build(folder, profile: str) -> M3ForTraining:
     settings = LoRASettings(rank=8, alpha=24.0, roles=target_roles("all"), seed=3)
-    built = M3ForTraining(Checkpoint(random_m3.build(tmp_path_factory.mktemp("m3"))), get_profile("w4a16", "nvfp4"), settings)
+    built = M3ForTraining(Checkpoint(folder), get_profile(profile, "nvfp4"), settings)
     g = torch.Generator().manual_seed(5)
     for name, parameter in built.adapter_parameters():
         if name.endswith("lora_B"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=g) * 0.3 / parameter.shape[-1])
     return built.cuda()
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return build(folder, "w4a16")
 
 
 def batch(lengths):
@@ -49,20 +63,27 @@ def distance(have, want):
     return ((have.float() - want.float()).norm() / want.float().norm()).item()
 
 
-def test_the_kernels_agree_with_the_torch_path_within_bf16_rounding(model, monkeypatch):
-    """The same routes and blocks on both, since a choice is a jump."""
+def test_the_kernels_are_no_further_from_fp32_than_the_torch_path(model, folder, monkeypatch):
+    """The same routes and blocks on all, since a choice is a jump: those of the model in fp32, whose cache is NVFP4 too."""
     assert kernels_attend(model.dims, model.compute_dtype, torch.device("cuda"))
-    out, points, grad = run(model)
+    exact, exact_points, exact_grad = run(build(folder, "w4a16-fp32"))
+    out, points, grad = run(model, exact.routes, exact.blocks)
     monkeypatch.setattr(model_module, "kernels_attend", lambda *_: False)
-    want, want_points, want_grad = run(model, out.routes, out.blocks)
-    assert list(points) == list(want_points) and torch.equal(out.blocks, want.blocks)
-    for point, value in points.items():
-        assert value.shape == want_points[point].shape, point
-        # Layer 0 has the same input; later ones that of layers which rounded otherwise, and K and V in steps of NVFP4.
-        if not point.endswith("blocks"):
-            assert distance(value, want_points[point]) < (0.01 if ".0." in point else 0.1), point
-    assert (out.logprobs - want.logprobs).abs().median() < 0.02
-    assert torch.nn.functional.cosine_similarity(grad, want_grad, dim=0) > 0.98
+    torch_out, torch_points, torch_grad = run(model, exact.routes, exact.blocks)
+    assert list(points) == list(torch_points) == list(exact_points)
+    assert torch.equal(out.blocks, exact.blocks) and torch.equal(torch_out.blocks, exact.blocks)
+    values = {p: (v, torch_points[p], exact_points[p]) for p, v in points.items() if not p.endswith("blocks")}
+    values |= {"logprobs": (out.logprobs, torch_out.logprobs, exact.logprobs), "gradient": (grad, torch_grad, exact_grad)}
+    for name, (value, torch_value, want) in values.items():
+        assert value.shape == torch_value.shape == want.shape, name
+        have, limit = distance(value, want), NOISE * distance(torch_value, want)
+        print(f"{name}: {have:.2e} from fp32, limit {limit:.2e}")
+        assert have <= limit, name
+    # Layer 0 has the same input on both paths: they differ by three roundings of 2^-9 at most, of weights and of either output, and by
+    # the few codes of K and V that are next to an edge.
+    for name in ("attention", "o_proj"):
+        point = f"model.layers.0.self_attn.{name}"
+        assert distance(points[point], torch_points[point]) < 2.0**-7, name
 
 
 def test_attention_of_a_sequence_has_the_same_bits_in_every_batch(model):
