@@ -195,7 +195,7 @@ class SamebitsServer(vLLMHttpServer):
                 await self.engine.sleep(level=1)  # which keeps weights on the host
 
     async def held_bytes(self) -> list[dict[str, int]]:
-        """Bytes of weights, adapter slots and KV cache of each engine rank."""
+        """Bytes of weights, adapter slots and KV cache of each engine rank, and on CUDA of its card."""
         return list(await self.engine.collective_rpc("samebits_held_bytes"))
 
     async def profile_hashes(self) -> list[str]:

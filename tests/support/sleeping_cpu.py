@@ -1,7 +1,7 @@
 """What sleep does to memory, on a CPU: vLLM's worker there ignores the call, this one takes what a GPU's would give away.
 
-On CUDA, level 1 copies what was allocated while the model was loaded to the host and gives its memory back, and gives the pages of the cache
-back without a copy. Waking maps memory at the same addresses: of weights with what they held, of the cache with anything. Here tensors stay
+On CUDA, level 1 copies what was allocated while the model was loaded to the host and gives its memory back, and gives the cache back
+without a copy. Waking maps memory at the same addresses: of weights with what they held, of the cache with anything. Here tensors stay
 where they are too, and everything that sleeps is overwritten, so that a read of it shows.
 """
 
