@@ -208,8 +208,16 @@ def head_work(recipe: Recipe, model: Model, tokens: int) -> tuple[float, float]:
     return ends + chunk, ends + 3 * chunk + (4 * model.vocabulary * model.hidden if cpu else 0)
 
 
-def kv_budget(recipe: Recipe, verl: DictConfig, found: Validated) -> float | None:
-    """Bytes that vLLM gives one engine GPU, or on a CPU its KV cache alone; None where no GPU is named."""
-    if recipe.device == "cpu":
-        return float(CPU_KV_BYTES)
-    return None if found.gpu is None else found.gpu.memory_gb * 1e9 * verl.actor_rollout_ref.rollout.gpu_memory_utilization
+def engine_budget(recipe: Recipe, verl: DictConfig, found: Validated, card: float | None = None) -> float | None:
+    """Bytes that vLLM takes of one engine GPU, weights and work included; None where the GPU is not known.
+
+    card: memory of the GPU as its driver tells it, where the recipe runs; otherwise it is that of the recipe's `cluster.gpu`.
+    """
+    memory = card or (found.gpu.memory_gb * 1e9 if found.gpu else None)
+    return None if memory is None else memory * verl.actor_rollout_ref.rollout.gpu_memory_utilization
+
+
+def fixed_cache(recipe: Recipe, verl: DictConfig) -> float | None:
+    """Bytes of a KV cache that is given by itself, whatever else the engine holds; None where it is what is left of a share of the GPU."""
+    given = (verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
+    return float(given) if given else float(CPU_KV_BYTES) if recipe.device == "cpu" else None

@@ -153,8 +153,9 @@ def line(found: dict[str, Any]) -> str:
     means = ", ".join(f"{cache} {value:.4f}" for cache, value in found["mean_logprob"].items())
     return (
         f"{found['model']} on {found['device']}: {found['sequences']} sequences of up to {found['longest']} tokens, "
-        f"{found['tokens']} sampled from NVFP4 pages; against bf16 pages logprobs differ by {found['mean_abs']:.3g} on average and {found['max_abs']:.3g} at most, "
-        f"KL {found['kl']:.3g}, mean logprob {means}; {found['greedy_tokens_equal']:.1%} of greedy tokens are the same"
+        f"{found['tokens']} sampled from NVFP4 pages; against bf16 pages logprobs differ by {found['mean_abs']:.3g} on average and "
+        f"{found['max_abs']:.3g} at most, KL {found['kl']:.3g}, mean logprob {means}; "
+        f"{found['greedy_tokens_equal']:.1%} of greedy tokens are the same"
     )
 
 
