@@ -2,9 +2,10 @@
 
     python -m tests.support.kv_formats tiny|mid|mini|FOLDER [--device cpu] [--tokens 24] [--json FILE]
 
-`tiny` is the shipped model with problems of its task, `mid` and `mini` have random weights: heads, blocks and top-k of MiniMax-M3, and all
-sizes of the mini model. FOLDER is a checkpoint of samebits, asked random tokens. Each engine is a process of its own, adapter and all. On a
-CPU it is wired as on a GPU, with the torch references of the kernels.
+`tiny` is the shipped model and FOLDER a mini MiniMax-M3 of `samebits mini-m3`, asked held-out problems of their tasks. `mid` and `mini`
+have random weights and are asked random tokens: heads, blocks and top-k of MiniMax-M3, and all sizes of the mini model. Random experts and
+routers make much of any rounding (in an independent fp32 forward just as much), so only a trained model says what a cache costs. Each engine
+is a process of its own, adapter and all. On a CPU it is wired as on a GPU, with the torch references of the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 MID = dict(vocab=512, hidden=512, heads=16, kv_heads=4, layers=4, experts=16, top_k=4, intermediate=256, dense=512, blocks=16)
 CACHES = ("nvfp4", "bfloat16")
 """The first generates."""
-RANK, SCALE = 32, 0.05
+RANK, PROBLEMS = 32, 32
 SHORT, LONG = (3, 127, 129, 300), (3, 127, 128, 129, 300, 700, 2047, 2049, 2600)
 
 
@@ -44,29 +45,29 @@ def folder_of(model: str, scratch: Path) -> Path:
 
 
 def prompts_of(model: str, folder: Path, lengths: tuple[int, ...]) -> list[list[int]]:
-    """Token ids: held-out problems as the job asks them for `tiny`, random ones of `lengths` for all others."""
-    if model == "tiny":
+    """Token ids: held-out problems as a job asks them of a trained model, random ones of `lengths` otherwise."""
+    if model not in ("mid", "mini"):
         from transformers import AutoTokenizer
 
-        from samebits.recipes.arithmetic import Problem
+        from samebits.recipes import arithmetic, mini_math
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        asked = [[{"role": "user", "content": Problem(12 + 7 * i, 2 + i % 8, 95 - 2 * i).prompt}] for i in range(12)]
+        tokenizer, task = AutoTokenizer.from_pretrained(folder), arithmetic.TASK if model == "tiny" else mini_math.TASK
+        asked = [[{"role": "user", "content": problem.prompt}] for problem in task.draw("test", PROBLEMS, 0)]
         return [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=True, return_dict=False) for one in asked]
     config = json.loads((folder / "config.json").read_text())
     vocabulary = config.get("text_config", config)["vocab_size"]
     return [torch.randint(3, vocabulary, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
 
 
-def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Random values on every role."""
+def adapter_of(folder: Path, scale: float) -> dict[str, torch.Tensor]:
+    """Random values on every role, `scale` times normal ones."""
     from samebits.quant.adapter import AdapterSpec, ModelShape
     from samebits.quant.roles import LORA_ROLES
 
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     g = torch.Generator().manual_seed(7)
     shapes = AdapterSpec(shape, RANK, LORA_ROLES).shapes()
-    return {name: (torch.randn(*shape, generator=g) * SCALE).to(torch.bfloat16) for name, shape in shapes.items()}
+    return {name: (torch.randn(*shape, generator=g) * scale).to(torch.bfloat16) for name, shape in shapes.items()}
 
 
 def _engine(folder: Path, cache: str, device: str, context: int):
@@ -106,7 +107,7 @@ def child(task: dict[str, Any]) -> None:
         wiring.__enter__()  # to the end of the process
     engine = _engine(folder, task["cache"], task["device"], task["context"])
     assert engine.rpc("samebits_profile") == engine.profile, "another cache than the one that was asked for"
-    engine.load(adapter_of(folder), 7, scratch)
+    engine.load(adapter_of(folder, task["scale"]), 7, scratch)
     prompts = task["prompts"]
     greedy = [out.ids for out in engine.run(prompts, 7, tokens=task["tokens"], temperature=0, prompt_logprobs=None)]
     responses = task["responses"] or [out.ids for out in engine.run(prompts, 7, tokens=task["tokens"], prompt_logprobs=None, seed=0)]
@@ -122,9 +123,18 @@ def compare(model: str, device: str, tokens: int, scratch: Path) -> dict[str, An
     prompts = prompts_of(model, folder, LONG if device == "cuda" else SHORT)
     context = -(-(max(map(len, prompts)) + tokens + 1) // 128) * 128
     told: dict[str, Any] = {}
+    scale = 0.05 if model in ("mid", "mini") else 0.01  # of a trained model little is changed
     for cache in CACHES:
         out = scratch / f"{cache}.json"
-        task = {"folder": str(folder), "cache": cache, "device": device, "context": context, "out": str(out), "tokens": tokens}
+        task = {
+            "folder": str(folder),
+            "cache": cache,
+            "device": device,
+            "context": context,
+            "out": str(out),
+            "tokens": tokens,
+            "scale": scale,
+        }
         task |= {"prompts": prompts, "responses": told["nvfp4"]["responses"] if told else None}
         command = [sys.executable, "-W", "ignore", "-m", "tests.support.kv_formats", "--child"]
         done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True)
