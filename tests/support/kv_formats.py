@@ -4,7 +4,7 @@
 
 `tiny` is the shipped model and FOLDER a mini MiniMax-M3 of `samebits mini-m3`, asked held-out problems of their tasks. `mid` and `mini`
 have random weights and are asked random tokens: heads, blocks and top-k of MiniMax-M3, and all sizes of the mini model. Random experts and
-routers make much of any rounding (in an independent fp32 forward just as much), so only a trained model says what a cache costs. Each engine
+routers make much of any rounding (an independent fp32 forward says the same), so only a trained model tells what a cache costs. Each engine
 is a process of its own, adapter and all. On a CPU it is wired as on a GPU, with the torch references of the kernels.
 """
 
