@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -80,3 +84,20 @@ def test_requests_that_run_are_never_reset_without_their_routes(sleeper):
     engine.abort_request(["r"])
     sleeper.llm.wake_up()
     assert [out.cached for out in sleeper.run([prompt(9)])] == [0]
+
+
+@pytest.mark.long
+def test_the_server_of_a_job_sleeps_and_wakes(checkpoint):
+    """Over vLLM's asynchronous engine, whose core is a process of its own; also with a request that sleep cuts short."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.rollout.async_sleep", str(checkpoint)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "synced": [True, True],
+        "asleep": True,
+        "same": True,
+        "base_same": True,
+        "cut": "aborted",
+        "moved": [True, True],
+    }
