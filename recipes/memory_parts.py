@@ -218,6 +218,11 @@ def engine_budget(recipe: Recipe, verl: DictConfig, found: Validated, card: floa
 
 
 def fixed_cache(recipe: Recipe, verl: DictConfig) -> float | None:
-    """Bytes of a KV cache that is given by itself, whatever else the engine holds; None where it is what is left of a share of the GPU."""
+    """Bytes of a KV cache that is given by itself, whatever else the engine holds; None where it is what is left of a share of the GPU.
+
+    A job on a CPU gives it in its environment, which wins there.
+    """
+    if recipe.device == "cpu":
+        return float(CPU_KV_BYTES)
     given = (verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
-    return float(given) if given else float(CPU_KV_BYTES) if recipe.device == "cpu" else None
+    return float(given) if given else None
