@@ -73,7 +73,7 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     }
     training = trainer_parts(recipe, verl, found, actor.ppo_max_token_len_per_gpu)["backward"]
     asleep = rollout.free_cache_engine
-    resident = {"engine: adapter slots": slots} if asleep else engine
+    resident = {} if asleep else engine
     syncing = {k: v for k, v in engine.items() if k != "engine: KV cache"} if asleep else engine
     gathering = {"trainer: adapter of one layer gathered": 6 * parameters / max(1, model.layers)}
     phases = (
@@ -85,7 +85,7 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     ranks = layout.gpus_per_node
     host = {"adapter, a copy for each rank and one file for each replica": sent * (ranks + max(1, ranks // layout.engine_gpus))}
     if asleep:
-        host["engine weights put aside"] = weights * ranks
+        host["engine weights and adapter slots put aside"] = (weights + slots) * ranks
     if actor.fsdp_config.param_offload or actor.fsdp_config.optimizer_offload:
         host["trainer state put aside"] = sum(held.values()) * ranks
     return MemoryReport(
@@ -102,25 +102,25 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     )
 
 
-def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated) -> tuple[dict[str, float], int | None]:
-    """Parts of an engine rank, and how many sequences of full length its cache holds (None where no GPU is named).
+def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated, card: float | None = None) -> tuple[dict[str, float], int | None]:
+    """Parts of an engine rank, and how many sequences of full length its cache holds (None on a CPU, and where no size is known).
 
-    A pool that does not hold one sequence is planned for one, so that the shortage shows. On a CPU the pool is given by itself.
+    The cache has what is left of the engine's share of the GPU, in whole pages; on a CPU, and where the recipe says so, a size of its own.
+    A pool that does not hold one sequence is planned for one, so that the shortage shows. card: as `memory_parts.engine_budget` takes it.
     """
     rollout = verl.actor_rollout_ref.rollout
     weights, slots = parts.engine_weights(recipe, verl, found), parts.adapter_slots(recipe, found)
     work = rollout.max_num_batched_tokens * _layer_width(found.model) * 4 + rollout.max_num_seqs * found.model.vocabulary * 4 * 2
     page, one_sequence = parts.sequence_bytes(recipe, verl, found)
-    budget = parts.kv_budget(recipe, verl, found)
-    if budget is None:
-        room = one_sequence
-    elif recipe.device == "cpu":
-        room = budget // page * page
-    else:
+    room, budget = parts.fixed_cache(recipe, verl), parts.engine_budget(recipe, verl, found, card)
+    if room is None and budget is not None:
         room = budget - weights - slots - work
     named = {"engine: base": weights, "engine: adapter slots": slots, "engine: one forward": work}
-    sequences = None if found.gpu is None else max(0, int(room // one_sequence))
-    return named | {"engine: KV cache": max(one_sequence, room)}, sequences
+    if room is None:
+        return named | {"engine: KV cache": one_sequence}, None
+    room = room // page * page
+    cache = named | {"engine: KV cache": max(one_sequence, room)}
+    return cache, None if recipe.device == "cpu" and found.gpu is None else max(0, int(room // one_sequence))
 
 
 def trainer_parts(recipe: Recipe, verl: DictConfig, found: Validated, tokens: int) -> dict[str, dict[str, float]]:
@@ -181,7 +181,9 @@ def _assumptions(recipe: Recipe, found: Validated, sequence: int, asleep: bool) 
         "base, adapter, moments, slots and cache are counted; activations, one forward and one layer are estimated from the widths of "
         "projections and what the Hopper kernels keep",
         "trainer: base packed; each layer gathered with the next one, the largest counted twice",
-        "while training the engine keeps its adapter slots only" if asleep else "while training the engine keeps all it has",
+        "while training the engine has its weights and slots on the host and no cache"
+        if asleep
+        else "while training the engine keeps all it has",
     )
 
 

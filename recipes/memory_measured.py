@@ -28,6 +28,9 @@ NOTES = (
     "held parts are counted, work is estimated; a pool of graphs, NCCL's buffers and the CUDA context are outside of torch's allocator",
     "allocated is what tensors had; the allocator holds more (reserved), by blocks of other sizes that it keeps",
 )
+ASLEEP = (
+    "torch's allocator goes on counting what an engine gave back when it went to sleep: while an adapter is loaded its cache is not there"
+)
 
 
 def compare(
@@ -44,7 +47,8 @@ def compare(
     gpus = found.layout.gpus
     micro_batch = int(min(-(-tokens // gpus), verl.actor_rollout_ref.actor.ppo_max_token_len_per_gpu))
     phases = trainer_parts(recipe, verl, found, micro_batch)
-    engine, _ = engine_parts(recipe, verl, found)
+    cards = [counted["card"] for one in engines for counted in one["held"] if "card" in counted]
+    engine, _ = engine_parts(recipe, verl, found, min(cards, default=None))
     last = max(record["step"] for record in records)
     of_step = [record for record in records if record["step"] == last]
     held = {record["rank"]: record["held"] for record in of_step if record["stretch"] == "train"}
@@ -63,8 +67,19 @@ def compare(
             ),
         ],
         "phases": [*_trainer_phases(phases, of_step, held), *_engine_phases(engine, engines)],
-        "notes": list(NOTES),
+        "notes": [*NOTES, *_of_the_engine(verl, cards)],
     }
+
+
+def _of_the_engine(verl: DictConfig, cards: Sequence[int]) -> list[str]:
+    """What the numbers of an engine on CUDA rest on."""
+    if not cards:
+        return []
+    rollout = verl.actor_rollout_ref.rollout
+    share = (
+        f"the engine takes {rollout.gpu_memory_utilization:g} of a card's {min(cards) / 1e6:,.0f} MB, and its cache what is left of that"
+    )
+    return [share, *([ASLEEP] if rollout.free_cache_engine else [])]
 
 
 def engine_records(folder: Path) -> list[dict[str, Any]]:

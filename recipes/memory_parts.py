@@ -26,6 +26,8 @@ SLOTS = 2
 """Adapter versions that an engine holds: the one in use and the next."""
 CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 25}
 """Logits that the trainer's head has at a time, as `trainer.head` has it."""
+TILE_INPUTS = 128
+"""Inputs of a chunk of a matrix as the kernels read it; the last one is filled up with zeros."""
 CPU_KV_BYTES = 1 << 30
 """What a job on a CPU gives the engine's KV cache."""
 
@@ -82,12 +84,24 @@ def engine_weights(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
     matrices = (packed_weights if packed else held_weights)(model, found.layout.expert_ranks, split)
     if packed and "nvfp4" in model.checkpoint_gb:
         return matrices  # published with all that belongs to it
+    matrices += _tile_extras(model, found.layout.expert_ranks, split) if packed else 0
     width = 2 if packed else 4
     ends = model.hidden * model.vocabulary * (width - 2)  # embedding and head beyond those of the line above
     norms = model.hidden * (2 * model.layers + 1) + 2 * model.head_dim * model.layers
     norms += 2 * model.sparse.index_dim * model.moe_layers if model.sparse else 0
     biases = 0 if packed else 4 * model.moe_layers * model.experts  # packed, they are counted with the routers
     return matrices + ends / split + norms * width + biases + longest(verl) * (model.head_dim // 2) * 4
+
+
+def _tile_extras(model: Model, expert_ranks: int, split: int) -> float:
+    """Bytes of tiles beyond packed matrices: inputs up to whole chunks, two global scales an expert (gate and up share one)."""
+    extra = 8.0 * model.moe_layers * model.experts / expert_ranks
+    for role in (*EXPERT_ROLES, *ATTENTION_ROLES, *SHARED_ROLES, *DENSE_ROLES, Role.INDEX_Q, Role.INDEX_K):
+        n, k = model.matrix(role)
+        bits = BITS["nvfp4" if role in EXPERT_ROLES else "mxfp8"]
+        ranks = expert_ranks if role in EXPERT_ROLES else split if role in ROW_ROLES else 1
+        extra += model.count(role) * n * (-k % TILE_INPUTS) * bits / 8 / ranks
+    return extra
 
 
 def adapter_slots(recipe: Recipe, found: Validated) -> float:
@@ -194,8 +208,21 @@ def head_work(recipe: Recipe, model: Model, tokens: int) -> tuple[float, float]:
     return ends + chunk, ends + 3 * chunk + (4 * model.vocabulary * model.hidden if cpu else 0)
 
 
-def kv_budget(recipe: Recipe, verl: DictConfig, found: Validated) -> float | None:
-    """Bytes that vLLM gives one engine GPU, or on a CPU its KV cache alone; None where no GPU is named."""
+def engine_budget(recipe: Recipe, verl: DictConfig, found: Validated, card: float | None = None) -> float | None:
+    """Bytes that vLLM takes of one engine GPU, weights and work included; None where the GPU is not known.
+
+    card: memory of the GPU as its driver tells it, where the recipe runs; otherwise it is that of the recipe's `cluster.gpu`.
+    """
+    memory = card or (found.gpu.memory_gb * 1e9 if found.gpu else None)
+    return None if memory is None else memory * verl.actor_rollout_ref.rollout.gpu_memory_utilization
+
+
+def fixed_cache(recipe: Recipe, verl: DictConfig) -> float | None:
+    """Bytes of a KV cache that is given by itself, whatever else the engine holds; None where it is what is left of a share of the GPU.
+
+    A job on a CPU gives it in its environment, which wins there.
+    """
     if recipe.device == "cpu":
         return float(CPU_KV_BYTES)
-    return None if found.gpu is None else found.gpu.memory_gb * 1e9 * verl.actor_rollout_ref.rollout.gpu_memory_utilization
+    given = (verl.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes")
+    return float(given) if given else None

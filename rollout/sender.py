@@ -8,6 +8,8 @@ whatever goes wrong on the way shows in the engine's answer.
 A replica of several ranks has as many of the trainer's ranks on its GPUs. The first of them sends, the file or the handles of all: each
 lays the adapter, which the export brings to all of them, into a buffer on its own GPU for the engine rank there. The manifest holds the
 digests of every engine rank's parts.
+
+verl's own adapter to a vLLM server imports vLLM, seconds of a start in every trainer worker; nothing here needs it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import ray
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from verl.utils.device import get_device_name
-from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import BaseRollout
 
 from samebits.kernels import tracing
 from samebits.kernels.meter import Meter
@@ -29,15 +34,43 @@ from samebits.quant.adapter import AdapterError, Manifest, Taken, Taking
 from samebits.rollout.ipc import CUDA, SEPARATOR, FlatLayout, Handles, NotShareable, Peers, shared_text
 from samebits.rollout.wire import adapter_file
 
+ACTORS = "samebits_"
+"""Beginning of the Ray names of the servers: `samebits_server_{replica}_{node of the replica}`."""
 
-class AdapterSender(ServerAdapter):
-    """verl's adapter to the server of a replica, for adapters only."""
+
+class AdapterSender(BaseRollout):
+    """A trainer rank's side of the replica on its GPU. The first of the replica's ranks wakes its server and sends it adapters."""
 
     handles: Handles = CUDA
+    server_handle: Any = None
     _peers: Peers | None = None
     _engine_uuids: list[str | None] | None = None
     _refusal: str | None = None
     """Why the engine could not open shared memory when it was tried: then it is not tried again."""
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh, replica_rank: int = -1) -> None:
+        """As verl constructs it in each trainer rank. `replica_rank`: -1 where trainer ranks are the replicas' in order."""
+        super().__init__(config, model_config, device_mesh)
+        ranks = self.engine_ranks * self.config.data_parallel_size * self.config.pipeline_model_parallel_size
+        rank = int(os.environ["RANK"])
+        self.replica_rank = rank // ranks if replica_rank == -1 else replica_rank
+        self._first = rank % ranks == 0
+
+    def _ensure_server_handle(self) -> bool:
+        """Does this rank speak to the server? It looks it up then: servers start after the trainer."""
+        if self._first and self.server_handle is None:
+            self.server_handle = ray.get_actor(f"{ACTORS}server_{self.replica_rank}_0")
+        return self._first
+
+    async def resume(self, tags: list[str]) -> None:
+        """Wake what the engine gave back: `weights`, `kv_cache`. Nothing where the recipe has no sleep."""
+        if self.config.free_cache_engine and self._ensure_server_handle():
+            await self.server_handle.wake_up.remote(tags)
+
+    async def release(self) -> None:
+        """Put the engine to sleep, where the recipe has that."""
+        if self.config.free_cache_engine and self._ensure_server_handle():
+            await self.server_handle.sleep.remote()
 
     async def update_weights(
         self,

@@ -29,6 +29,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from samebits.quant.adapter import AdapterError, Manifest
 from samebits.rollout import ended
 from samebits.rollout.adapter import lora_request
+from samebits.rollout.sender import ACTORS
 
 
 class RouteError(RuntimeError):
@@ -195,7 +196,7 @@ class SamebitsServer(vLLMHttpServer):
                 await self.engine.sleep(level=1)  # which keeps weights on the host
 
     async def held_bytes(self) -> list[dict[str, int]]:
-        """Bytes of weights, adapter slots and KV cache of each engine rank."""
+        """Bytes of weights, adapter slots and KV cache of each engine rank, and on CUDA of its card."""
         return list(await self.engine.collective_rpc("samebits_held_bytes"))
 
     async def profile_hashes(self) -> list[str]:
@@ -305,7 +306,7 @@ class SamebitsReplica(vLLMReplica):
         self.server_class = ray.remote(SamebitsServer)
 
     def _get_server_name_prefix(self) -> str:
-        return "samebits_"
+        return ACTORS
 
 
 def _slowest(ranks: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> dict[str, float]:

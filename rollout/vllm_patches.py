@@ -6,7 +6,6 @@ does its work once in a process.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -148,7 +147,6 @@ def _answers() -> None:
     original = MultiprocExecutor.collective_rpc
     _require(_source(original) == "936c16152d71", "MultiprocExecutor.collective_rpc")
 
-    @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, *args: Any, **options: Any) -> Any:
         queues = self.response_mqs
         if options.get("unique_reply_rank") is None:
@@ -159,6 +157,21 @@ def _answers() -> None:
             self.response_mqs = queues
 
     MultiprocExecutor.collective_rpc = collective_rpc
+
+
+def _reset_at_rest() -> None:
+    """Before an engine sleeps, or is paused with its caches cleared, vLLM resets the prefix cache "and running requests", and refuses that
+    where routes are asked for unless the pause keeps its requests. The pause has ended them all by then: nothing runs that could be reset.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.reset_prefix_cache
+    _require(_source(original) == "36b4355be090", "Scheduler.reset_prefix_cache")
+
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return original(self, reset_running_requests and bool(self.running), reset_connector)
+
+    Scheduler.reset_prefix_cache = reset_prefix_cache
 
 
 _applied = False
@@ -175,4 +188,5 @@ def apply() -> None:
     _routes_on_cpu()
     _logprobs()
     _answers()
+    _reset_at_rest()
     _applied = True

@@ -19,7 +19,7 @@ from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.digests import digests
 
 from . import adapter
-from .held import held_bytes
+from .held import card_bytes, held_bytes
 from .ipc import CUDA, Handles, NotShareable
 
 HEADS = (".self_attn.q", ".self_attn.k", ".self_attn.v")
@@ -100,8 +100,10 @@ class WorkerExtension:
         return self.remove_lora(adapter.adapter_id(version))
 
     def samebits_held_bytes(self) -> dict[str, int]:
-        """Bytes of weights, adapter slots and KV cache of this rank (see `held`)."""
-        return held_bytes(self.model_runner.get_model(), self.model_runner.kv_caches)
+        """Bytes of weights, adapter slots and KV cache of this rank (see `held`), and on CUDA of its whole card."""
+        found = held_bytes(self.model_runner.get_model(), self.model_runner.kv_caches)
+        card = card_bytes(self.device)
+        return found if card is None else found | {"card": card}
 
     def samebits_base_digests(self) -> dict[str, str]:
         """Digest of the fp32 values of every frozen weight, or of this rank's part, by checkpoint path, read from what is multiplied."""

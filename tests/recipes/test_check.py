@@ -127,7 +127,7 @@ def test_broken_variant_is_one_line_with_status_2(recipe, overrides, says):
         (
             H200,
             ["cluster.usable_share=0.8", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30720"],
-            "phase train needs 118.9 GB of each NVIDIA H200 (SXM), 112.8 of 141 GB are usable",
+            "phase train needs 115.0 GB of each NVIDIA H200 (SXM), 112.8 of 141 GB are usable",
         ),
         (H200, [f"{ROLLOUT}.free_cache_engine=false"], "phase train needs"),
         (H200, ["cluster.gpu=h100"], "of 80 GB are usable"),

@@ -98,3 +98,21 @@ def test_without_a_recorded_step_there_is_nothing_to_compare(plan, tmp_path):
     for step in (9, 10):
         (tmp_path / f"engines_{step}.json").write_text(json.dumps([{"replica": step}]))
     assert memory_measured.engine_records(tmp_path) == [{"replica": 10}], "the last one by number"
+
+
+def test_the_engine_of_a_card_is_compared_with_its_share_of_it():
+    """As measured on an H200 with the tiny recipe: the cache is what vLLM left of a fifth of the card."""
+    recipe, verl = load_recipe("tiny_m3_grpo.yaml", ["device=cuda", "actor_rollout_ref.rollout.free_cache_engine=true"], planned=True)
+    held = {"weights": 1_466_000, "adapter_slots": 3_785_000, "kv_cache": 29_816_095_000, "card": 150_109_000_000}
+    memory = {"rollout": {"allocated": 29_833_600_000}, "load": {"allocated": 29_826_400_000}}
+    record = {"step": 4, "rank": 0, "device": "cuda", "stretch": "train", "held": {"base": 1, "adapter": 1, "moments": 1}, "phases": {}}
+    found = memory_measured.compare(recipe, verl, TOKENS, [record], [{"replica": 0, "held": [held], "memory": memory}])
+    rows = {row["phase"]: row for row in found["phases"] if row["role"] == "engine"}
+    assert all(0.98 < rows[phase]["ratio"] < 1.0 and rows[phase]["near"] for phase in ("rollout", "load"))
+    cache = next(row for row in found["held"] if row["part"] == "kv_cache")
+    assert cache["counted"]["0.0"] / cache["planned"] == pytest.approx(1.0, abs=0.01)
+    assert (
+        "0.2 of a card's 150,109 MB" in found["notes"][-2]
+        and "asleep" not in found["notes"][-2]
+        and found["notes"][-1] == memory_measured.ASLEEP
+    )

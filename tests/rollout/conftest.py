@@ -34,7 +34,7 @@ def start(checkpoint) -> Callable:
     # Kept to the end of the session: an engine that goes takes the process group with it, in which others and later ones live.
     kept = []
 
-    def start(kv_cache: str = "auto", folder: Path = checkpoint, **options):
+    def start(kv_cache: str = "auto", folder: Path = checkpoint, profile: str = PROFILE, **options):
         from vllm import LLM
 
         usual = dict(
@@ -50,9 +50,9 @@ def start(checkpoint) -> Callable:
             enable_return_routed_experts=True,
             logprobs_mode="processed_logprobs",
             worker_extension_cls="samebits.rollout.worker.WorkerExtension",
-            additional_config={"samebits": {"profile": PROFILE, "kv_cache": kv_cache, "rank": RANK}},
+            additional_config={"samebits": {"profile": profile, "kv_cache": kv_cache, "rank": RANK}},
         )
-        kept.append(Engine(LLM(str(folder), **(usual | options)), kv_cache))
+        kept.append(Engine(LLM(str(folder), **(usual | options)), kv_cache, profile))
         return kept[-1]
 
     return start
@@ -71,9 +71,9 @@ def packed_engine(start) -> Engine:
 class Engine:
     """An engine and the few things that tests do with it."""
 
-    def __init__(self, llm, kv_cache: str) -> None:
+    def __init__(self, llm, kv_cache: str, profile: str = PROFILE) -> None:
         self.llm = llm
-        self.profile = get_profile(PROFILE, kv_cache).hash
+        self.profile = get_profile(profile, kv_cache).hash
         core = llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner

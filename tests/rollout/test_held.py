@@ -13,6 +13,7 @@ from samebits.recipes.layout import ROLLOUT
 from samebits.recipes.memory import engine_parts
 from samebits.recipes.validate import examine
 from samebits.rollout.held import held_bytes
+from tests.support.gpu_wiring import as_on_a_gpu
 
 from .conftest import KV_BYTES, RANK
 
@@ -46,3 +47,19 @@ def test_weights_slots_and_cache_are_those_planned(name, cache, request, checkpo
         "adapter_slots": planned["engine: adapter slots"],
         "kv_cache": planned["engine: KV cache"],
     }
+
+
+def test_weights_in_tiles_are_those_planned(start, checkpoint, monkeypatch):
+    """An engine wired as on a GPU: matrices of any width, in whole chunks of 128 inputs."""
+    with as_on_a_gpu():
+        made = start(profile="w4a16", dtype="bfloat16")
+    counted = made.rpc("samebits_held_bytes")
+    shutil.copyfile("recipes/tiny_m3_base/tokenizer.json", checkpoint / "tokenizer.json")
+    settings = [f"model={checkpoint}", "device=cpu", "numerics.profile=w4a16", f"lora.rank={RANK}", f"{ROLLOUT}.max_model_len=1024"]
+    monkeypatch.setattr(memory_parts, "CPU_KV_BYTES", KV_BYTES)
+    recipe, verl = load_recipe("recipes/tiny_m3_grpo.yaml", settings)
+    planned, _ = engine_parts(recipe, verl, examine(recipe, verl))
+    head = made.model.lm_head.weight  # on a CPU twice as wide
+    assert counted["weights"] - head.numel() * 2 == planned["engine: base"]
+    assert counted["adapter_slots"] == planned["engine: adapter slots"] and counted["kv_cache"] == planned["engine: KV cache"]
+    assert "card" not in counted

@@ -22,6 +22,7 @@ from samebits.quant.adapter import AdapterError, AdapterSpec, Manifest, ModelSha
 from samebits.quant.digests import digests
 from samebits.quant.ranks import Ranks
 from samebits.quant.roles import Role
+from samebits.rollout import sender as sender_module
 from samebits.rollout.group import Group
 from samebits.rollout.ipc import ALIGNMENT, CudaHandles, FlatLayout, NotShareable, open_text, shared_text
 from samebits.rollout.sender import AdapterSender
@@ -432,3 +433,30 @@ def test_memory_in_an_expandable_segment_is_refused_by_its_handle(monkeypatch):
     handle["kind"] = b"e"
     with pytest.raises(NotShareable, match="expandable segment"):
         CudaHandles().share(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("rank", "ranks", "replica", "first"), [(0, 1, 0, True), (3, 1, 3, True), (2, 2, 1, True), (3, 2, 1, False)])
+def test_a_trainer_rank_speaks_to_the_server_of_its_replica(rank, ranks, replica, first, monkeypatch):
+    """By the name that the replica gives its server, and only where it is the replica's first rank."""
+    from samebits.rollout.server import SamebitsReplica
+
+    asked, woken = [], []
+    server = SimpleNamespace(wake_up=SimpleNamespace(remote=lambda tags: woken.append(tags) or asyncio.sleep(0)))
+    monkeypatch.setattr(sender_module.ray, "get_actor", lambda name: asked.append(name) or server)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(sender_module.BaseRollout, "__init__", lambda self, config, *_: setattr(self, "config", config))
+    for sleeps in (False, True):
+        sizes = {"tensor_model_parallel_size": ranks, "data_parallel_size": 1, "pipeline_model_parallel_size": 1}
+        sender = AdapterSender(SimpleNamespace(**sizes, free_cache_engine=sleeps), None, None)
+        assert sender.replica_rank == replica
+        asyncio.run(sender.resume(["weights"]))
+    prefix = SamebitsReplica._get_server_name_prefix(None)
+    assert asked == ([f"{prefix}server_{replica}_0"] if first else []) and woken == ([["weights"]] if first else [])
+
+
+def test_trainer_workers_start_without_vllm():
+    """Whose import takes seconds of every start."""
+    code = "import samebits.trainer.plugin, samebits.rollout.sender, sys; print(sum(m.startswith('vllm.') for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) < 100, "vLLM is imported into every trainer worker"

@@ -37,7 +37,7 @@ def test_another_version_is_refused(monkeypatch):
         vllm_patches.apply()
 
 
-@pytest.mark.parametrize("patch", ["_memory_adapters", "_capturer", "_routes_on_cpu"])
+@pytest.mark.parametrize("patch", ["_memory_adapters", "_capturer", "_routes_on_cpu", "_answers", "_reset_at_rest"])
 def test_a_patch_refuses_a_target_that_is_already_something_else(patch):
     rollout.register()
     with pytest.raises(vllm_patches.PatchTargetChanged, match=r"is not as in 0\.31\.0"):

@@ -42,6 +42,12 @@ def test_steps_are_measured_and_adapters_shared_with_and_without_sleep(tmp_path,
     assert found["sync"]["paths"] == ["ipc"]
     assert set(found["memory"]["trainer"]["backward"]) == {"allocated", "reserved"}
     assert found["memory"]["engine"]["rollout"]["reserved"] > 1 << 20
+    engine = [row for row in found["plan"]["phases"] if row["role"] == "engine"]
+    assert {row["phase"] for row in engine} == {"rollout", "load", "verify"} and all(row["near"] for row in engine), engine
+    held = {row["part"]: row for row in found["plan"]["held"] if row["role"] == "engine"}
+    for part, row in held.items():  # the cache is what vLLM left of its share of the card
+        (counted,) = row["counted"].values()
+        assert abs(counted / row["planned"] - 1) <= (0.1 if part == "kv_cache" else 1e-9), (part, row)
     parts = found["seconds"]["phases"]
     assert ("wake" in parts["sync"]["parts"]) == ("sleep" in parts["collect"]["parts"]) == sleep
     assert parts["train"]["parts"]["rest"] >= -1e-3, "events say that the device worked longer than the update took"
