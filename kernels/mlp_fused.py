@@ -33,7 +33,7 @@ from .moe_fused import (
 from .taps import tap
 from .triton_group import linear_plan
 from .triton_linear import back_cut_of, cut_of
-from .triton_moe import Cut, weight_product
+from .triton_moe import Cut, multiprocessors, weight_product
 from .triton_moe_grad import back_product, outer_product, rank_product, swiglu_back
 
 # Up to so many tokens the shared expert runs on a stream of its own: with more, either fills an H200 by itself.
@@ -41,9 +41,9 @@ BESIDE = 512
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def mlp_cuts(tokens: int, outputs: int) -> tuple[Cut, Cut]:
+def mlp_cuts(x: Tensor, outputs: int) -> tuple[Cut, Cut]:
     """Of gate and up, which have two rows for each of a program's outputs, and of down. The same tiles of tokens."""
-    down = cut_of(tokens, outputs)
+    down = cut_of(len(x), outputs, multiprocessors(x.device))
     return down._replace(rows=max(32, down.rows // 2)), down
 
 
@@ -60,7 +60,7 @@ def forward_mlp(x, adapter_ids, gate_up, down, activation, recompute, adapters, 
     """(out bf16 [T, H], activation bf16 [T, I], with `train` what the backward needs)."""
     read = readable(adapters, x)
     loras = pairs_of(read)
-    inner, outer = mlp_cuts(len(x), down.codes.shape[1])
+    inner, outer = mlp_cuts(x, down.codes.shape[1])
     counters = 1 + slots_of(loras) if any(loras) else 0
     plan = linear_plan(x, inner.tokens, 2 * counters)
     act, u, halves = weight_product(x, gate_up, plan, inner, activation, loras[:2], adapter_ids, keep=train and not recompute)
@@ -82,7 +82,7 @@ def backward_mlp(saved: Saved, grad: Tensor, needs_x: bool) -> tuple[Tensor | No
     gate_up, down_tiles = MXFP8Tiles(*rest[:2], saved.inputs[0]), MXFP8Tiles(*rest[2:4], saved.inputs[1])
     gate, up, down = loras = pairs_of(rest[4:])
     if halves is None:
-        inner = mlp_cuts(len(x), down_tiles.codes.shape[1])[0]
+        inner = mlp_cuts(x, down_tiles.codes.shape[1])[0]
         plan = linear_plan(x, inner.tokens, 1 + slots_of(loras))
         halves = weight_product(x, gate_up, plan, inner, saved.activation, loras[:2], adapter_ids, keep=True)[2]
     cut = back_cut_of(len(x))
@@ -204,7 +204,7 @@ def fused_activation(x, gate_up, activation, lora, adapter_ids) -> Tensor:
     """`kernels.mlp.mlp_activation` for x in bf16 on CUDA: the first product of `forward_mlp`, which keeps nothing."""
     ids = None if adapter_ids is None else adapter_ids.contiguous()
     loras = pairs_of(readable(flat(lora), x))
-    inner, _ = mlp_cuts(len(x), gate_up.codes.shape[1] // 2)
+    inner, _ = mlp_cuts(x, gate_up.codes.shape[1] // 2)
     x = x.contiguous()
     plan = linear_plan(x, inner.tokens, 1 + slots_of(loras))
     act, _, _ = weight_product(x, gate_up, plan, inner, activation, loras[:2], ids)

@@ -2,32 +2,55 @@
 
     y = x W^T + u B^T      u = bf16(x A^T), W decoded in registers, everything summed in fp32 and rounded once to bf16
 
-The same promises as in `triton_moe`: K ascends in steps of 16 whatever the tile, so that a token's result does not depend on its batch,
-and the adapter costs its bytes. For the backward only x and u are kept.
+The same promises as in `triton_moe`: a token's result does not depend on its batch, and the adapter costs its bytes. For the backward
+only x and u are kept.
+
+What the number of tokens may choose is a cut: how many tokens and outputs a program takes, its warps and stages, and which programs take a
+quarter of a tile. None of it touches a sum. Every cut walks all of K in chunks of 128 inputs, ascending, in one accumulator an output, and
+multiplies with one kind of instruction: 64 rows of weights or more a product and warps in fours give `wgmma`, 16 inputs deep, whose
+64 rows and 8 to 256 tokens are columns of their own. A cut of fewer rows would fall to `mma.sync`, and is not allowed
+(`tests/kernels/test_linear_cuts.py`).
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from .linear import LoRA
 from .linear_tiles import MXFP8Tiles
 from .moe_fused import dtypes_of, shaped
 from .triton_group import linear_plan
-from .triton_moe import Cut, weight_product
+from .triton_moe import Cut, multiprocessors, weight_product, whole_programs
 from .triton_moe_grad import BackCut, back_product, outer_product, rank_product
 
+# Large tiles run one to a multiprocessor. Microseconds that a chunk of 128 inputs costs a wave of them, and a wave of quarters: measured
+# on an H200 at MiniMax-M3's layers; with those of the larger ten times from 1024 to 4096 tokens come out within 7 %.
+LARGE_CUTS = {Cut(128, 128, 8, 3): (1.19, 0.62), Cut(256, 128, 8, 3): (1.81, 0.75)}
 
-def cut_of(tokens: int, outputs: int) -> Cut:
-    """The fastest of a sweep on an H200 at MiniMax-M3's shapes."""
+
+def cut_of(tokens: int, outputs: int, at_once: int) -> Cut:
+    """The fastest on an H200, where `at_once` (multiprocessors) is 132. Up to 64 tokens by a sweep at MiniMax-M3's shapes.
+
+    Beyond, the large cut whose waves take the least time. The larger one costs less a token, but 512 tokens of 9856 outputs are 154
+    programs of it, a wave and one of quarters, and 308 of the smaller, two and two.
+    """
     if tokens <= 16:
         return Cut(16, 64, 4, 4)
     if tokens <= 32:
         return Cut(32, 64, 4, 4)
     if tokens <= 64:
         return Cut(64, 64, 4, 5)
-    return Cut(128, 128, 8, 3) if tokens < 768 else Cut(256, 128, 8, 3)
+    return min(LARGE_CUTS, key=lambda cut: chunk_time(tokens, outputs, cut, at_once))
+
+
+def chunk_time(tokens: int, outputs: int, cut: Cut, at_once: int) -> float:
+    """Microseconds a chunk of 128 inputs with a large cut, by its waves of whole tiles and of quarters (`triton_moe.whole_programs`)."""
+    programs = triton.cdiv(tokens, cut.tokens) * triton.cdiv(outputs, cut.rows)
+    whole = whole_programs(programs, at_once)
+    of_whole, of_quarters = LARGE_CUTS[cut]
+    return triton.cdiv(whole, at_once) * of_whole + triton.cdiv(4 * (programs - whole), at_once) * of_quarters
 
 
 def back_cut_of(tokens: int) -> BackCut:
@@ -42,7 +65,7 @@ class FusedLinear(torch.autograd.Function):
     def forward(ctx, x, adapter_ids, weight, a, b):
         """See the module."""
         lora = None if a is None else LoRA(a.to(x.dtype).contiguous(), b.to(x.dtype).contiguous())
-        cut = cut_of(len(x), weight.codes.shape[1])
+        cut = cut_of(len(x), weight.codes.shape[1], multiprocessors(x.device))
         plan = linear_plan(x, cut.tokens, 1 + len(a) if lora else 0)
         out, u, _ = weight_product(x, weight, plan, cut, None, (lora, None), adapter_ids)
         if any(ctx.needs_input_grad):

@@ -248,9 +248,13 @@ def _copied(x: Tensor, cut: Cut, programs: int) -> tuple[TensorDescriptor, Tenso
     if x.data_ptr() % 16:
         x = x.clone()
     whole, quarter = (TensorDescriptor.from_tensor(x, [tokens, CHUNK]) for tokens in (cut.tokens, cut.tokens // 4))
-    at_once = multiprocessors(x.device)
+    return whole, quarter, whole_programs(programs, multiprocessors(x.device))
+
+
+def whole_programs(programs: int, at_once: int) -> int:
+    """How many programs of large tiles, one to a multiprocessor, take a whole one: all but a last wave of half of them or fewer."""
     last = programs % at_once
-    return whole, quarter, programs - last if 2 * last <= at_once < programs else programs
+    return programs - last if 2 * last <= at_once < programs else programs
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from .msa_ops import DIM, HeadLoRA, Norms, Pages
 from .triton_adapters import shrink
 from .triton_group import batch_jit, columns, linear_plan
 from .triton_heads import angles, norm_weights, normed_rotated, store_page_rows, store_quarters
-from .triton_moe import SHRINK_PART, multiprocessors
+from .triton_moe import SHRINK_PART, multiprocessors, whole_programs
 from .triton_msa import FORMATS, _layout, _plain
 from .triton_msa_tiles import PAGE
 from .triton_rows import inverse_root, tree_sum
@@ -252,16 +252,6 @@ def project_kernel(
             )  # fmt: skip
 
 
-def _whole(programs: int, device: torch.device) -> int:
-    """How many programs of large tiles take a whole one; each of the others is four.
-
-    There is one program to a multiprocessor, and their last wave may hold few. In quarters it ends sooner, with more of them at work.
-    """
-    at_once = multiprocessors(device)
-    last = programs % at_once
-    return programs - last if 2 * last <= at_once < programs else programs
-
-
 def project_insert(
     x: Tensor,
     weight: MXFP8Tiles,
@@ -303,7 +293,8 @@ def project_insert(
     weights = norms[:4] if indexed else (norms.q, norms.k, norms.k, norms.k)
     all_heads = weight.codes.shape[1] // DIM
     programs = most * all_heads
-    wide = _whole(programs, x.device) if copied else programs
+    # There is one program to a multiprocessor, and their last wave may hold few: in quarters it ends sooner, with more of them at work.
+    wide = whole_programs(programs, multiprocessors(x.device)) if copied else programs
     grid = wide + 4 * (programs - wide) + (3 * most * lora.slots * parts if lora.any else 0)
     with on(x):
         project_kernel[(grid,)](

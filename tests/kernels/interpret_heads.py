@@ -82,7 +82,7 @@ def projected() -> None:
     def adapter(slots: int, heads: int) -> LoRA:
         return LoRA(torch.randn(slots, 4, 160, generator=g).bfloat16(), (torch.randn(slots, heads * 128, 4, generator=g) * 0.1).bfloat16())
 
-    whole = triton_msa_project._whole
+    whole = triton_msa_project.whole_programs
     for form, slots in (("nvfp4", 0), ("bf16", 1), ("nvfp4", 2)):
         args, caches = insert_case(form, tokens=40, heads=2, groups=1)
         _, *views = one_buffer(*caches)
@@ -98,12 +98,12 @@ def projected() -> None:
         want = msa_ops.project_insert(x, weight, loras, ids, *rest, *caches)
         cut = None
         if slots:  # x by the copy engine, and the last tiles in quarters
-            cut, triton_msa_project._whole = triton_msa_project.Cut(128, 4, 1), lambda programs, _: programs - 2
+            cut, triton_msa_project.whole_programs = triton_msa_project.Cut(128, 4, 1), lambda programs, _: programs - 2
         have = triton_msa_project.project_insert(x, weight, loras, ids, *rest, *views, (2, 1), cut)
         for name, a, b in zip(("q", "index q", "pages", "index pages"), (*have, *views), (*want, *caches), strict=True):
             # fp32 sums of torch have another order: a few roundings fall otherwise.
             check(f"projected {name} {form}", a is b or (a.view(torch.uint8) != b.view(torch.uint8)).float().mean() < 1e-3)
-    triton_msa_project._whole = whole
+    triton_msa_project.whole_programs = whole
 
 
 def read_from_one_buffer() -> None:

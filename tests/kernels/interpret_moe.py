@@ -74,7 +74,7 @@ def check_large_linear() -> None:
     packed = mxfp8.quantize(torch.randn(n, k, generator=g) * torch.linspace(0.01, 3, n)[:, None])
     tiles = pack_linear(packed)
     lora = LoRA(*(torch.randn(*shape, generator=g).bfloat16() for shape in ((1, R, k), (1, n, R))))
-    usual, triton_linear.cut_of = triton_linear.cut_of, lambda tokens, outputs: Cut(128, 32, 4, 3)
+    usual, triton_linear.cut_of = triton_linear.cut_of, lambda *_: Cut(128, 32, 4, 3)
     for tokens in (100, 150):
         x = torch.randn(tokens, k, generator=g).bfloat16()
         compare(f"linear, {tokens} tokens", triton_linear.fused_linear(x, tiles, lora, None), lora_linear(x, packed, lora), 5e-3)

@@ -44,8 +44,10 @@ def test_values_and_bits(n, k):
     for adapter, which in ((None, None), (lora, None), (lora, slots)):
         whole = lora_linear(x, tiles, adapter, which)
         assert distance(whole, reference(x, packed, adapter, which)) < 4e-3
-        # 600 tokens and 768 make a last wave of 8192 outputs that 132 multiprocessors take in quarters.
-        for part in (slice(0, 1), slice(3, 20), slice(40, 80), slice(100, 160), slice(5, 605), slice(7, 775)):
+        # 100 tokens are in tiles of 128, 512 in whole ones of 256; 600 and 768 make a last wave of 8192 outputs that 132
+        # multiprocessors take in quarters.
+        parts = ((0, 1), (3, 20), (40, 80), (100, 160), (40, 140), (9, 521), (5, 605), (7, 775))
+        for part in (slice(*ends) for ends in parts):
             assert torch.equal(lora_linear(x[part], tiles, adapter, None if which is None else which[part]), whole[part]), part
     base = lora_linear(x, tiles)
     assert torch.equal(lora_linear(x, tiles, LoRA(lora.a, torch.zeros_like(lora.b)), slots), base)
