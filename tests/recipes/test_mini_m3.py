@@ -396,7 +396,9 @@ def test_command_builds_and_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mini_m3,
         "build",
-        lambda out, seed, training, device, console: build(out, seed, dataclasses.replace(training, tokens=512), device, SMALL, console),
+        lambda out, seed, training, device, console, imports: build(
+            out, seed, dataclasses.replace(training, tokens=512), device, SMALL, console, imports=imports
+        ),
     )
     result = run("mini-m3", tmp_path / "m3", "--device", "cpu", "--steps", 2, "--seed", 7)
     assert result.exit_code == 0, result.output
