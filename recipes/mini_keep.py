@@ -108,7 +108,8 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
     """Tensors, in the order in which they were given, and `about` of a file of `write_tensors`. Raises `ValueError` when it is none."""
     with _opened(path, device) as held:
         header = held.metadata()
-        return {n: held.get_tensor(n) for n in json.loads(header["names"])}, json.loads(header["about"])
+        # Cloned: in the file tensors lie anywhere, and on a CPU the order of a product's sums follows from where its operands begin.
+        return {n: held.get_tensor(n).clone() for n in json.loads(header["names"])}, json.loads(header["about"])
 
 
 @contextlib.contextmanager
