@@ -64,6 +64,11 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def look(self) -> None:
+        """Raise what was asked for and did not come through: Python drops what a handler raises inside a finalizer or a fork."""
+        if self.asked is not None:
+            raise Interrupted(self.asked)
+
     def _come(self, number: int, frame: object) -> None:
         first, self.asked = self.asked is None, number
         if not (self.wait and first):

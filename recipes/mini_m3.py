@@ -31,7 +31,7 @@ from samebits.quant import mxfp8, nvfp4
 from samebits.quant.profile import Format, NumericsProfile, get_profile
 from samebits.quant.roles import Role, tensor_role
 
-from .mini_keep import Interrupted, Interrupts, States, Work, read_tensors, what_is_kept, write_tensors
+from .mini_keep import Interrupts, States, Work, read_tensors, what_is_kept, write_tensors
 from .mini_math import FAMILIES, MAX_RESPONSE_TOKENS, Problem, draw, grade
 from .mini_model import FP32, MINI, MiniModel
 from .mini_progress import Line
@@ -77,7 +77,7 @@ def build(
 
     `imports`: seconds that the caller has spent already. Goes on from what an interrupted call with the same options left.
     Raises `FileExistsError` when `out` holds anything or is being built, `ValueError` when what is left is of other options,
-    `FloatingPointError` when training diverged, `Interrupted`, and what `quant.convert` raises.
+    `FloatingPointError` when training diverged, `mini_keep.Interrupted`, and what `quant.convert` raises.
     """
     recipe, where, console = training or Training(), torch.device(device), console or Console()
     options = {"seed": seed, "device": where.type, **asdict(recipe), **asdict(sizes)}
@@ -130,8 +130,7 @@ class _Build:
                 write_tensors(kept, weights, record["trained"])
                 state.unlink(missing_ok=True)
             self.work.save()
-            if self.interrupts.asked is not None:
-                raise Interrupted(self.interrupts.asked)
+            self.interrupts.look()
         if "head_scale" not in record:
             with self.work.phase("head scale"), Line("head scale", self.console, self.shown):
                 held = served(self.model.rounded(weights), self.profile, self.model.dtype)
@@ -141,6 +140,7 @@ class _Build:
 
     def quantized(self, weights: Weights) -> None:
         """Write the quantized checkpoint."""
+        self.interrupts.look()
         if (self.target / "config.json").exists():  # written last
             return
         source = self.work.folder / "source"
@@ -152,6 +152,7 @@ class _Build:
 
     def measured(self, weights: Weights) -> dict[str, Any]:
         """Measure the checkpoint, and put it in its place with pretrain.json."""
+        self.interrupts.look()
         with self.work.phase("measuring"), Line("measuring", self.console, self.shown) as line:
             held = self.model.rounded({n: w.to(self.device) for n, w in dense_weights(self.target).items()})
             problems = draw("test", EVALUATED)

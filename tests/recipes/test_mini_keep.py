@@ -134,10 +134,19 @@ def test_what_writing_raises_is_raised(tmp_path):
         assert states.due
 
 
+def _odd(path):
+    """A file whose tensors lie at odd places."""
+    write_tensors(path, {str(n): torch.ones(n) for n in range(1, 9)})
+    return path
+
+
 def test_a_file_is_never_half_written(tmp_path, monkeypatch):
     write_tensors(tmp_path / "t", {"b": torch.ones(1), "a": torch.zeros(1)}, {"step": 1})
     tensors, about = read_tensors(tmp_path / "t")
     assert list(tensors) == ["b", "a"] and about == {"step": 1}
+    odd, _ = read_tensors(_odd(tmp_path / "odd"))
+    assert all(t.data_ptr() % 64 == 0 for t in odd.values())  # as torch allocates: bits of products follow from it
+    (tmp_path / "odd").unlink()
 
     def broken(tensors, path, header):
         path.write_bytes(b"half")
@@ -158,6 +167,9 @@ def test_signals_wait_once_for_a_step():
         assert interrupts.asked == signal.SIGTERM
         with pytest.raises(Interrupted, match="SIGTERM"):
             os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupts.asked == signal.SIGTERM
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        interrupts.look()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
