@@ -271,7 +271,7 @@ def test_build_is_a_whole_checkpoint_and_nothing_beside_it(built):
     assert report["trained"]["steps"] == 12 and report["held_out_problems"] == 10
     seconds = report["seconds"]
     assert list(seconds) == ["start", "first step", "training", "keeping", "head scale", "quantizing", "measuring", "all"]
-    assert all(s > 0 for s in seconds.values()) and seconds["all"] == pytest.approx(sum(seconds.values()) / 2, abs=0.01)
+    assert min(seconds.values()) >= 0 and seconds["training"] > 0 and seconds["all"] == pytest.approx(sum(seconds.values()) / 2, abs=0.01)
     assert list(report["accuracy"]) == ["full precision", "all", *mini_m3.FAMILIES]
     assert sum(report["accuracy"][f]["problems"] for f in mini_m3.FAMILIES) == report["accuracy"]["all"]["problems"] == 10
     shown = Console(width=160)
