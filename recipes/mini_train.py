@@ -163,8 +163,8 @@ def train(
     Raises `FloatingPointError` when the loss is no longer finite, `Interrupted` when `states.interrupts` were asked: the last step is kept.
     """
     try:
+        run = _Run(sizes, recipe, seed, device, states)  # before the line: its thread would be forked into the workers
         with Line("training", console or Console(), progress) as line:
-            run = _Run(sizes, recipe, seed, device, states)
             while run.budget.spent(run.at.step) < 1:
                 run.step()
                 if run.at.step % REPORT_EVERY == 0:
