@@ -65,13 +65,14 @@ def global_scale(amax: Tensor) -> Tensor:
 _default_scale = global_scale  # `quantize` has a parameter of this name
 
 
-def quantize(w: Tensor, global_scale: Tensor | None = None, name: str = "weight") -> NVFP4Tensor:
+def quantize(w: Tensor, global_scale: Tensor | None = None, name: str | None = "weight") -> NVFP4Tensor:
     """Quantize `w` [..., K] (bf16, fp16 or fp32).
 
     Args:
         global_scale: fp32, a scalar or of a shape that matches `w`'s leading dimensions (one for each expert of a stack [E, N, K] is
             shape [E]). Default: from the amax of each matrix, so [] for [K] and [N, K], [E] for [E, N, K].
-        name: what errors call the tensor.
+        name: what errors call the tensor. None: nothing is looked for, so that nothing waits for a device, and a CUDA graph can hold it;
+            what NaN, infinity or a bad global scale then give is undefined.
 
     Raises `NonFiniteWeight` (with `name`), and `ValueError` when K is no multiple of 16 or a given global scale is out of range.
     """
@@ -88,8 +89,9 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, name: str = "weight"
         global_scale = _default_scale(per_matrix.amax(-1))
     else:
         global_scale = global_scale.to(w.device, torch.float32)
-        inside = (global_scale >= GLOBAL_MIN) & (global_scale <= GLOBAL_LIMIT)
-        require(inside.all(), f"{name}: global scale must lie within [2^-90, 2^117]", ValueError)
+        if name is not None:
+            inside = (global_scale >= GLOBAL_MIN) & (global_scale <= GLOBAL_LIMIT)
+            require(inside.all(), f"{name}: global scale must lie within [2^-90, 2^117]", ValueError)
     scales = block_scales(amax, per_block(global_scale, w))
     divisor = e4m3_values(scales).mul_(per_block(global_scale, w))
     codes = torch.empty(blocks.shape[0], BLOCK // 2, dtype=torch.uint8, device=w.device)

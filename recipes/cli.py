@@ -5,6 +5,7 @@ Exit status: 0 agrees or succeeds, 1 disagrees or stopped, 2 bad usage or input.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -151,13 +152,15 @@ def tiny_m3(
 def mini_m3(
     out: Annotated[Path, typer.Argument(help="folder to write")],
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="seed of weights and data")] = 0,
-    minutes: Annotated[float, typer.Option(help="time for training; it ends when the time is over")] = 8.0,
+    minutes: Annotated[float, typer.Option(help="time for training; quantizing and measuring come after it")] = 3.5,
     steps: Annotated[int | None, typer.Option(min=1, help="number of steps instead of a time")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
 ) -> None:
-    """Pre-train the mini MiniMax-M3 on generated math on one GPU, quantize it, and measure it."""
+    """Pre-train the mini MiniMax-M3 on generated math on one GPU, quantize it, and measure it; goes on after an interruption."""
+    begun = time.perf_counter()
     import torch
 
+    from .mini_keep import Interrupted, what_is_kept
     from .mini_m3 import build, show
     from .mini_train import Training
 
@@ -168,13 +171,19 @@ def mini_m3(
     if not 0 < minutes < float("inf"):
         raise fail(f"--minutes must be positive, not {minutes:g}", 2)
     try:
-        report = build(out, seed, Training(minutes=minutes, steps=steps), device, console=console)
-    except (FileExistsError, ValueError, OSError) as error:
+        imports = time.perf_counter() - begun
+        report = build(out, seed, Training(minutes=minutes, steps=steps), device, console=console, imports=imports)
+    except (FileExistsError, ValueError) as error:
         raise fail(str(error), 2) from None
+    except OSError as error:
+        kept = what_is_kept(out)
+        raise fail(f"{error}" if kept is None else f"{error}; {kept}", 2) from None
     except FloatingPointError as error:
-        raise fail(f"training diverged: {error}; nothing was written", 1) from None
-    except KeyboardInterrupt:
-        raise fail("interrupted; nothing was written", 130) from None
+        raise fail(f"training diverged: {error}; nothing was kept", 1) from None
+    except Interrupted as stopped:
+        kept = what_is_kept(out)
+        says = "nothing was kept" if kept is None else f"{kept}: the same command goes on from there"
+        raise fail(f"interrupted; {says}", 128 + stopped.number) from None
     show(report, console)
     console.print(f"wrote {out}; pretrain.json in it has the figures", highlight=False, soft_wrap=True)
 

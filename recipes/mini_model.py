@@ -3,8 +3,9 @@
 The semantics are those of `kernels`, whose norm, rotary embedding, activation and router are called; weights are a flat dictionary as in
 `tiny_model`. What is new is speed: documents are packed without padding and attended to by flash attention (causal and dense, which is
 what MSA computes while a document has no more than its 16 chosen blocks of 128 keys), the experts of a layer are one grouped product,
-rows go to experts and back by permutations whose gradients are permutations too, and what lies between those is compiled on a GPU.
-Keys and values can be rounded to NVFP4 on their way, with a straight-through gradient, as the served cache rounds them.
+rows go to experts and back by permutations whose gradients are permutations too, and what lies between those is compiled on a GPU
+where it is used many times a step. Keys and values can be rounded to NVFP4 on their way, with a straight-through gradient, as the served
+cache rounds them. Samples come from a cache of keys and values; a GPU replays one CUDA graph for each token of all rows.
 
 On a CPU the same code runs in fp32 with a loop over the experts and the padded attention of `kernels.msa`, for tests.
 """
@@ -12,6 +13,7 @@ On a CPU the same code runs in fp32 with a loop over the experts and the padded 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from samebits.kernels.moe import route_topk
 from samebits.kernels.msa import packed_attention, pad_packed
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import apply_rope, rope_table
-from samebits.quant import kv
+from samebits.quant import kv, nvfp4
 
 from .tiny_model import ACTIVATION, EPS, Sizes, Weights
 
@@ -68,6 +70,9 @@ class Cache:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of a layer: index, q [T, heads, D], k and v [T, kv_heads, D] to [T, heads, D]."""
+RoundTrip = Callable[[Tensor], Tensor]
+LOOK_EVERY = 16
+"""Tokens between two looks at whether all samples have ended; each waits for the device."""
 
 
 class MiniModel:
@@ -76,7 +81,8 @@ class MiniModel:
     Args:
         dtype: of activations and matrices; the weights given may be masters in fp32, which are rounded on the way.
         quantized_kv: keys and values pass through NVFP4.
-        compiled: let `torch.compile` fuse what lies between attention and the grouped products.
+        compiled: let `torch.compile` fuse what lies between attention and the grouped products. What a step does once (the dense layer,
+            the head) is left as it is: compiling it takes longer than it saves.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype, quantized_kv: bool = True, compiled: bool = False) -> None:
@@ -84,7 +90,7 @@ class MiniModel:
         self.counts: dict[int, Tensor] = {}
         self._table = rope_table(sizes.max_position, sizes.rotary_dim, sizes.rope_theta, device)
         fuse = torch.compile if compiled else (lambda f: f)
-        self._before, self._dense, self._experts, self._head = map(fuse, (_before, _dense, _experts, _head))
+        self._before, self._experts = map(fuse, (_before, _experts))
 
     def rounded(self, weights: Weights) -> Weights:
         """`weights` as they are computed with: matrices in `dtype`, norms and router in fp32. Keeps the gradient."""
@@ -94,10 +100,11 @@ class MiniModel:
         """Logits fp32 [T, V] of packed documents; `weights` from `rounded`."""
         return self._run(weights, batch.ids, batch.positions, _packed_attention(batch, self.sizes))
 
-    def _run(self, w: Weights, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _run(self, w: Weights, ids: Tensor, positions: Tensor, attend: Attend, cached: RoundTrip = kv.round_trip) -> Tensor:
         s = self.sizes
         cos, sin = (t.index_select(0, positions) for t in self._table)
-        residual, x = F.embedding(ids, w["model.embed_tokens.weight"]).to(self.dtype), None
+        residual = F.embedding(ids, w["model.embed_tokens.weight"]).to(self.dtype)
+        x = torch.zeros_like(residual, requires_grad=torch.is_grad_enabled())  # so that all layers begin alike, and compile once
         for layer, moe in enumerate(s.moe_layer_freq):
             p = f"model.layers.{layer}."
             a, m = p + "self_attn.", p + ("block_sparse_moe." if moe else "mlp.")
@@ -106,7 +113,7 @@ class MiniModel:
                 *(w[f"{a}{n}_norm.weight"] for n in "qk"), cos, sin, s.head_dim,
             )  # fmt: skip
             if self.quantized_kv:
-                k, v = kv.round_trip(k), kv.round_trip(v)
+                k, v = cached(k), cached(v)
             out = attend(layer, q, k, v).flatten(1)
             post, o_proj = w[p + "post_attention_layernorm.weight"], w[a + "o_proj.weight"]
             mlp = m + "shared_experts." if moe else m
@@ -118,8 +125,8 @@ class MiniModel:
                     out, residual, post, o_proj, halves, gate, bias, stacks, s.top_k, s.routed_scaling
                 )
             else:
-                x, residual = self._dense(out, residual, post, o_proj, halves)
-        return self._head(x, residual, w["model.norm.weight"], w["lm_head.weight"])
+                x, residual = _dense(out, residual, post, o_proj, halves)
+        return _head(x, residual, w["model.norm.weight"], w["lm_head.weight"])
 
     @torch.no_grad()
     def sample(
@@ -131,43 +138,109 @@ class MiniModel:
         pad: int,
         temperature: float,
         g: torch.Generator | None = None,
+        looked: Callable[[int], None] = lambda tokens: None,
     ) -> Tensor:
-        """Continue `prompts`, of any lengths, to int64 [rows, <= max_new], `pad` after `eos`; temperature 0 is greedy."""
+        """Continue `prompts`, of any lengths, to int64 [rows, <= max_new], `pad` after `eos`; temperature 0 is greedy.
+
+        `looked` is called with the tokens that each row has, at every look at whether all have ended.
+        """
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        width = int(lengths.max())
-        ids = torch.tensor([p + [pad] * (width - len(p)) for p in prompts], device=self.device)
-        cache = Cache(self.sizes, len(prompts), width + max_new, self.device, self.dtype)
-        logits = self._extend(weights, ids, torch.zeros_like(lengths), cache)
-        logits = logits.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+        room = -(-(max(map(len, prompts)) + max_new) // 64) * 64  # the attention of a GPU wants masks of aligned rows
+        cache = Cache(self.sizes, len(prompts), room, self.device, self.dtype)
+        logits = self._read(weights, prompts, cache)
+        step = _Step(self, weights, cache)
         done, out = torch.zeros(len(prompts), dtype=torch.bool, device=self.device), []
-        for step in range(max_new):
+        for at in range(max_new):
             token = logits.argmax(-1) if temperature == 0 else torch.multinomial((logits / temperature).softmax(-1), 1, generator=g)[:, 0]
             token = token.masked_fill(done, pad)
             done |= token == eos
             out.append(token)
-            if step % 16 == 15 and bool(done.all()):
-                break
-            logits = self._extend(weights, token[:, None], lengths + step, cache)[:, 0]
+            if at % LOOK_EVERY == LOOK_EVERY - 1:
+                looked(at + 1)
+                if bool(done.all()):
+                    break
+            if at + 1 < max_new:
+                logits = step(token, lengths + at)
         return torch.stack(out, 1)
 
-    def _extend(self, weights: Weights, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Logits [rows, Q, V] of `ids` [rows, Q] at positions `start` [rows] and on, whose keys and values enter the cache."""
-        rows, width = ids.shape
-        positions = start[:, None] + torch.arange(width, device=self.device)
-        keys = torch.arange(cache.keys.shape[3], device=self.device)
-        heads, groups = self.sizes.heads, self.sizes.kv_heads
-        # The query heads of a group stand where more queries of their KV head would: [rows, 1, heads / groups * Q, keys].
-        seen = (keys <= positions[..., None])[:, None].repeat(1, 1, heads // groups, 1)
-        row = torch.arange(rows, device=self.device)[:, None]
+    def _read(self, weights: Weights, prompts: list[list[int]], cache: Cache) -> Tensor:
+        """Logits [rows, V] after each prompt, whose keys and values enter the cache."""
+        batch = pack_ids(prompts).to(self.device)
+        row = torch.arange(len(prompts), device=self.device).repeat_interleave(batch.ends.diff())
+        attention = _packed_attention(batch, self.sizes)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for held, new in ((cache.keys, k), (cache.values, v)):
-                held[layer].transpose(1, 2)[row, positions] = new.unflatten(0, (rows, width))
-            q = q.unflatten(0, (rows, width)).transpose(1, 2).reshape(rows, groups, -1, q.shape[-1])
-            out = F.scaled_dot_product_attention(q, cache.keys[layer], cache.values[layer], attn_mask=seen)
-            return out.reshape(rows, heads, width, -1).transpose(1, 2).flatten(0, 1)
+            cache.keys[layer][row, :, batch.positions], cache.values[layer][row, :, batch.positions] = k, v
+            return attention(layer, q, k, v)
 
-        return self._run(weights, ids.flatten(), positions.flatten(), attend).unflatten(0, (rows, width))
+        return self._run(weights, batch.ids, batch.positions, attend)[batch.ends[1:].long() - 1]
+
+    def next(self, weights: Weights, cache: Cache, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [rows, V] after one token more, `ids` [rows] at `positions` [rows], which enters the cache. Waits for no device."""
+        row = torch.arange(len(ids), device=self.device)
+        # The query heads of a group stand where more queries of their KV head would: [rows, groups, heads / groups, keys].
+        seen = (torch.arange(cache.keys.shape[3], device=self.device) <= positions[:, None])[:, None, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.keys[layer][row, :, positions], cache.values[layer][row, :, positions] = k, v
+            q = q.unflatten(1, (self.sizes.kv_heads, -1))
+            return F.scaled_dot_product_attention(q, cache.keys[layer], cache.values[layer], attn_mask=seen).flatten(1, 2)
+
+        return self._run(weights, ids, positions, attend, _unwatched_round_trip)
+
+
+class _Step:
+    """`MiniModel.next` for the tokens of one batch; on a GPU captured as a CUDA graph at the first and replayed: the host would take
+    several times as long to launch a token's kernels as the device to run them.
+    """
+
+    def __init__(self, model: MiniModel, weights: Weights, cache: Cache) -> None:
+        self._next = functools.partial(model.next, weights, cache)
+        self._capture = model.device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [rows, V], valid until the next call."""
+        if self._capture:
+            self._capture = False
+            self._captured(ids, positions)
+        if self._graph is None:
+            return self._next(ids, positions)
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
+        self._graph.replay()
+        return self._logits
+
+    def _captured(self, ids: Tensor, positions: Tensor) -> None:
+        self._ids, self._positions = ids.clone(), positions.clone()
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # kernels are compiled and libraries opened before the capture
+            for _ in range(2):
+                self._next(self._ids, self._positions)
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._logits = self._next(self._ids, self._positions)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"no CUDA graph of a sampled token, so its kernels are launched one by one: {reason}", stacklevel=2)
+            return
+        self._graph = graph
+
+
+def pack_ids(documents: list[list[int]]) -> Packed:
+    """Documents one after the other."""
+    lengths = torch.tensor([len(d) for d in documents])
+    ends = F.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.tensor([t for d in documents for t in d])
+    return Packed(ids, torch.arange(len(ids)) - ends[:-1].repeat_interleave(lengths), ends.to(torch.int32), int(lengths.max()))
+
+
+def _unwatched_round_trip(x: Tensor) -> Tensor:
+    """`kv.round_trip` without a look for NaN, which waits for the device."""
+    return nvfp4.dequantize(nvfp4.quantize(x, torch.ones((), device=x.device), name=None), x.dtype)
 
 
 def _packed_attention(batch: Packed, sizes: Sizes) -> Attend:
@@ -183,10 +256,7 @@ def _packed_attention(batch: Packed, sizes: Sizes) -> Attend:
 
 def _before(x, residual, norm, q_proj, k_proj, v_proj, q_norm, k_norm, cos, sin, head_dim: int):
     """Up to attention: q, k, v [T, heads, D], normed and rotated, and the residual."""
-    if x is None:
-        h = gemma_rms_norm(residual, norm, EPS)
-    else:
-        h, residual = gemma_rms_norm_add(x, residual, norm, EPS)
+    h, residual = gemma_rms_norm_add(x, residual, norm, EPS)
     q, k, v = (F.linear(h, w).unflatten(-1, (-1, head_dim)) for w in (q_proj, k_proj, v_proj))
     return apply_rope(gemma_rms_norm(q, q_norm, EPS), cos, sin), apply_rope(gemma_rms_norm(k, k_norm, EPS), cos, sin), v, residual
 

@@ -5,7 +5,8 @@ rates, and the moment from which on the corpus has slips, follow the fraction of
 number of steps is what the machine makes of it; with one in steps a run sees the same batches at the same rates each time, and on a CPU
 ends with the same bits (on a GPU, sums of the gradient of attention are in no fixed order).
 
-Left out: checkpoints. A run takes minutes, and an interrupted one leaves nothing behind.
+A run that was interrupted goes on from its last kept state (`mini_keep`): weights, states of the optimizers, batches taken, and how much of
+the budget is spent. Nothing else is in it, so on a CPU the bits are those of a run without interruption.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from . import mini_math
+from .mini_keep import Interrupted, Position, States
 from .mini_math import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
-from .mini_model import MiniModel, Packed
+from .mini_model import MiniModel, Packed, pack_ids
+from .mini_progress import Line
 from .mini_tokens import chat, mini_tokenizer
 from .muon import Muon
 from .plan_tables import model_of_config
@@ -42,8 +46,8 @@ REPORT_EVERY = 20
 class Training:
     """How the full-precision model is trained: Muon for the matrices, AdamW for the rest; warm-up, then linear decay to 2 %."""
 
-    minutes: float = 8.0
-    """Budget; starting up and compiling are within it."""
+    minutes: float = 3.5
+    """Budget; starting up and compiling are within it, quantizing and measuring come after it."""
     steps: int | None = None
     """A budget in steps instead."""
     tokens: int = 32768
@@ -73,6 +77,10 @@ class Progressed:
     steps: int
     seconds: float
     """All of it."""
+    starts: tuple[float, ...]
+    """Of these, to the end of the first step of each call."""
+    keeping: float
+    """Of these, waiting for a state to be kept."""
     tokens: int
     tokens_per_second: float
     """Median over the readings, so without start-up."""
@@ -117,119 +125,214 @@ class Corpus(Dataset):
 def pack(documents: list[list[int]]) -> tuple[Packed, Tensor]:
     """Documents one after the other, and their targets [T]: the next token in a response and after it, elsewhere `PAD`."""
     start_of_response = mini_tokenizer().token_to_id("<assistant>")
-    lengths = torch.tensor([len(d) for d in documents])
-    ids = torch.tensor([t for d in documents for t in d])
-    ends = F.pad(lengths.cumsum(0), (1, 0))
-    positions = torch.arange(len(ids)) - ends[:-1].repeat_interleave(lengths)
-    targets = torch.full_like(ids, PAD)
-    for start, document in zip(ends.tolist(), documents, strict=False):
+    packed = pack_ids(documents)
+    targets = torch.full_like(packed.ids, PAD)
+    for start, document in zip(packed.ends.tolist(), documents, strict=False):
         if start_of_response in document:
             first = document.index(start_of_response)
-            targets[start + first : start + len(document) - 1] = ids[start + first + 1 : start + len(document)]
-    return Packed(ids, positions, ends.to(torch.int32), int(lengths.max())), targets
+            targets[start + first : start + len(document) - 1] = packed.ids[start + first + 1 : start + len(document)]
+    return packed, targets
 
 
-def batches(seed: int, recipe: Training, workers: int, pinned: bool) -> tuple[Iterator, Iterator]:
-    """Endless batches without slips, and with them."""
+def batches(seed: int, recipe: Training, workers: int, pinned: bool, taken: Sequence[int] = (0, 0)) -> tuple[Iterator, Iterator]:
+    """Endless batches without slips, and with them, each from the one after those that are `taken` on."""
     loaders = []
+    mini_tokenizer()  # once, before there are workers
     for number, right in enumerate((1.0, recipe.right)):
         # Each has a seed of its own: the second is to bring new problems, not those of the first over again.
         corpus = Corpus(2 * seed + number, recipe.tokens, right)
         options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 4, "worker_init_fn": _alone} if workers else {}
-        loaders.append(iter(DataLoader(corpus, batch_size=None, sampler=range(1 << 40), pin_memory=pinned, **options)))
+        loaders.append(iter(DataLoader(corpus, batch_size=None, sampler=range(taken[number], 1 << 40), pin_memory=pinned, **options)))
     return loaders[0], loaders[1]
 
 
 def _alone(worker: int) -> None:
-    """A worker process keeps to one core: there are as many of them as cores."""
+    """A worker process keeps to one core, and leaves it to the trainer to end, which has a state to keep."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
 
 
-def train(sizes: Sizes, recipe: Training, seed: int, device: torch.device, progress: bool = True) -> tuple[Weights, Progressed]:
+def train(
+    sizes: Sizes, recipe: Training, seed: int, device: torch.device, progress: bool = True, states: States | None = None, console=None
+) -> tuple[Weights, Progressed]:
     """Weights after training on the corpus (fp32, on `device`), and what was done.
 
-    Raises `FloatingPointError` when the loss is no longer finite.
+    With `states` it goes on from the state that they hold, and keeps its own there.
+    Raises `FloatingPointError` when the loss is no longer finite, `Interrupted` when `states.interrupts` were asked: the last step is kept.
     """
-    on_gpu = device.type == "cuda"
-    budget = _Budget(recipe)
-    workers = min(8, max(1, (os.cpu_count() or 2) - 2)) if on_gpu else 0
-    clean, slipping = batches(seed, recipe, workers, on_gpu)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = MiniModel(sizes, device, dtype, compiled=on_gpu)
-    weights = initialise(sizes, seed, device)
-    trained = {n: w.requires_grad_(True) for n, w in weights.items() if not n.endswith("e_score_correction_bias")}
-    optimizers = _optimizers(trained, recipe, on_gpu)
-    rates = [(group, group["lr"]) for o in optimizers for group in o.param_groups]
-    active = model_of_config(config(sizes), "mini").active_parameters
-    curve: list[tuple[int, float, float]] = []
-    speeds: list[float] = []
-    step = 0
-    reading = (0, budget.started)
-    columns = (TextColumn("training mini M3"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), disable=not progress) as bar:
-        shown = bar.add_task("starting", total=1.0)
-        while (spent := budget.spent(step)) < 1:
-            for group, peak in rates:
-                group["lr"] = peak * min(1.0, spent / recipe.warmup + 1e-3) * max(0.02, 1 - spent)
-            batch, targets = next(clean if spent < recipe.slip_from else slipping)
-            loss = F.cross_entropy(model.forward(model.rounded(weights), batch.to(device)), targets.to(device), ignore_index=PAD)
-            for w in trained.values():
-                w.grad = None
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained.values(), recipe.clip, foreach=True)
-            for optimizer in optimizers:
-                optimizer.step()
-            loads = _balance(weights, model.counts, recipe.bias_rate)
-            step += 1
-            if step % REPORT_EVERY == 0:
-                curve.append((step, budget.seconds, _finite(loss, step)))
-                now = time.perf_counter()
-                speeds.append((step - reading[0]) * recipe.tokens / (now - reading[1]))
-                reading = (step, now)
-                speed = f"{speeds[-1] / 1e3:,.0f}k tokens/s, {6 * active * speeds[-1] / 1e12:.0f} TFLOP/s"
-                bar.update(shown, completed=spent, description=f"step {step}, loss {curve[-1][2]:.3f}, {speed}")
-        final = _finite(loss, step)
-    seconds = budget.seconds
-    speed = sorted(speeds)[len(speeds) // 2] if speeds else step * recipe.tokens / seconds
-    peak = peak_tflops(device)
-    tflops = 6 * active * speed / 1e12
-    done = Progressed(
-        steps=step,
-        seconds=seconds,
-        tokens=step * recipe.tokens,
-        tokens_per_second=speed,
-        tflops=tflops,
-        mfu=tflops / peak if peak else None,
-        loss=final,
-        load=loads.max().item(),
-        idle=(loads < 0.1).float().mean().item(),
-        curve=tuple(curve),
-    )
-    return {n: w.detach() for n, w in weights.items()}, done
+    try:
+        run = _Run(sizes, recipe, seed, device, states)  # before the line: its thread would be forked into the workers
+        with Line("training", console or Console(), progress) as line:
+            while run.budget.spent(run.at.step) < 1:
+                run.step()
+                if run.at.step % REPORT_EVERY == 0:
+                    line.update(run.budget.spent(run.at.step), run.reading())
+                run.keep_if_due()
+            return run.end()
+    finally:
+        if states is not None:
+            states.close()
+
+
+class _Run:
+    """A training run between two steps."""
+
+    def __init__(self, sizes: Sizes, recipe: Training, seed: int, device: torch.device, states: States | None) -> None:
+        on_gpu = device.type == "cuda"
+        self.recipe, self.device, self.states = recipe, device, states
+        tensors, self.at = (states and states.read(device)) or (None, Position())
+        self.budget = _Budget(recipe, self.at)
+        # One makes twenty batches a second, of which a GPU trains on seven.
+        workers = min(4, max(1, (os.cpu_count() or 2) - 2)) if on_gpu else 0
+        self.corpora = batches(seed, recipe, workers, on_gpu, self.at.drawn)
+        self.model = MiniModel(sizes, device, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu)
+        self.active = model_of_config(config(sizes), "mini").active_parameters
+        self.weights = initialise(sizes, seed, device) if tensors is None else {n: tensors[f"weights/{n}"] for n in _names(tensors)}
+        self.trained = {n: w.requires_grad_(True) for n, w in self.weights.items() if not n.endswith("e_score_correction_bias")}
+        self.optimizers = _optimizers(self.trained, recipe, on_gpu)
+        if tensors is not None:
+            _restore(self.optimizers, tensors)
+        self.rates = [(group, group["lr"]) for o in self.optimizers for group in o.param_groups]
+        self.first, self.last = self.at.step, (self.at.step, time.perf_counter())
+        self.loss = self.loads = torch.full((), math.nan)
+
+    def step(self) -> None:
+        """One batch, one update."""
+        at, recipe, spent = self.at, self.recipe, self.budget.spent(self.at.step)
+        for group, peak in self.rates:
+            group["lr"] = peak * min(1.0, spent / recipe.warmup + 1e-3) * max(0.02, 1 - spent)
+        which = 0 if spent < recipe.slip_from else 1
+        batch, targets = next(self.corpora[which])
+        logits = self.model.forward(self.model.rounded(self.weights), batch.to(self.device))
+        self.loss = F.cross_entropy(logits, targets.to(self.device), ignore_index=PAD)
+        for w in self.trained.values():
+            w.grad = None
+        self.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), recipe.clip, foreach=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.loads = _balance(self.weights, self.model.counts, recipe.bias_rate)
+        at.drawn[which] += 1
+        at.step += 1
+        if at.step == self.first + 1:
+            self.budget.started()
+
+    def reading(self) -> str:
+        """Loss and speed since the last reading, in words; waits for the device."""
+        at, (step, then) = self.at, self.last
+        at.curve.append((at.step, self.budget.seconds, _finite(self.loss, at.step)))
+        self.last = (at.step, time.perf_counter())
+        at.speeds.append((at.step - step) * self.recipe.tokens / (self.last[1] - then))
+        return f"step {at.step:,}, loss {at.curve[-1][2]:.3f}, {at.speeds[-1] / 1e3:,.0f}k tokens/s"
+
+    def keep_if_due(self) -> None:
+        """Keep the state at its time, and when someone wants the run to end."""
+        if self.states is None:
+            return
+        interrupts = self.states.interrupts
+        interrupts.wait = True  # from now on there is something to keep
+        asked = interrupts.asked
+        if asked is None and not self.states.due:
+            return
+        begun = time.perf_counter()
+        self.budget.note()
+        if self.budget.spent(self.at.step) >= 1:  # what comes next is the end, which is kept by others
+            return
+        tensors = {f"weights/{n}": w for n, w in self.weights.items()} | _optimizer_states(self.optimizers)
+        self.states.keep(tensors, self.at)
+        if asked is not None:
+            self.states.finish()
+            interrupts.wait = False
+            raise Interrupted(asked)
+        self.at.keeping += time.perf_counter() - begun
+
+    def end(self) -> tuple[Weights, Progressed]:
+        """What `train` returns."""
+        at, recipe, final = self.at, self.recipe, _finite(self.loss, self.at.step)
+        if self.states is not None:
+            begun = time.perf_counter()
+            self.states.finish()
+            self.states.interrupts.wait = False
+            at.keeping += time.perf_counter() - begun
+        self.budget.note()
+        speed = sorted(at.speeds)[len(at.speeds) // 2] if at.speeds else at.step * recipe.tokens / at.seconds
+        peak, tflops = peak_tflops(self.device), 6 * self.active * speed / 1e12
+        done = Progressed(
+            steps=at.step,
+            seconds=at.seconds,
+            starts=tuple(at.starts),
+            keeping=at.keeping,
+            tokens=at.step * recipe.tokens,
+            tokens_per_second=speed,
+            tflops=tflops,
+            mfu=tflops / peak if peak else None,
+            loss=final,
+            load=self.loads.max().item(),
+            idle=(self.loads < 0.1).float().mean().item(),
+            curve=tuple(at.curve),
+        )
+        return {n: w.detach() for n, w in self.weights.items()}, done
+
+
+def _names(tensors: Weights) -> list[str]:
+    return [n.removeprefix("weights/") for n in tensors if n.startswith("weights/")]
+
+
+def _optimizer_states(optimizers: list[torch.optim.Optimizer]) -> Weights:
+    """Tensors of the states, by optimizer, parameter and name."""
+    return {
+        f"optimizers/{number}/{parameter}/{name}": value
+        for number, optimizer in enumerate(optimizers)
+        for parameter, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+
+
+def _restore(optimizers: list[torch.optim.Optimizer], tensors: Weights) -> None:
+    for number, optimizer in enumerate(optimizers):
+        held = optimizer.state_dict()
+        for key, value in tensors.items():
+            if key.startswith(f"optimizers/{number}/"):
+                *_, parameter, name = key.split("/")
+                held["state"].setdefault(int(parameter), {})[name] = value
+        optimizer.load_state_dict(held)
 
 
 class _Budget:
-    """How much of the budget is spent. The first step, which compiles, is within a budget of time, but no schedule counts it."""
+    """How much of the budget is spent. The first step of a call, which compiles, is within a budget of time, but no schedule counts it."""
 
-    def __init__(self, recipe: Training) -> None:
-        self.recipe, self.started, self.begun = recipe, time.perf_counter(), None
+    def __init__(self, recipe: Training, at: Position) -> None:
+        self.recipe, self.at = recipe, at
+        self._began, self._first = time.perf_counter(), None
+        self._seconds, self._counted = at.seconds, at.counted
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
-        return time.perf_counter() - self.started
+        """Of all calls together."""
+        return self._seconds + time.perf_counter() - self._began
+
+    def started(self) -> None:
+        """The first step of this call is done."""
+        self._first = time.perf_counter()
+        self.at.starts.append(self._first - self._began)
+
+    def note(self) -> None:
+        """Write into the position how much is spent."""
+        self.at.seconds, self.at.counted = self.seconds, self._now()
+
+    def _now(self) -> float:
+        return self._counted + (0.0 if self._first is None else time.perf_counter() - self._first)
 
     def spent(self, step: int) -> float:
         """Fraction that is spent before step `step`, from 0 to 1; there is always a first step."""
         if self.recipe.steps is not None:
             return step / self.recipe.steps
-        if step == 0:
+        if not self.at.starts:
             return 0.0
-        if self.begun is None:
-            self.begun = self.seconds
-        left = 60 * self.recipe.minutes - self.begun
-        return min(1.0, (self.seconds - self.begun) / left) if left > 0 else 1.0
+        left = 60 * self.recipe.minutes - self.at.starts[0]
+        return min(1.0, self._now() / left) if left > 0 else 1.0
 
 
 def _finite(loss: Tensor, step: int) -> float:

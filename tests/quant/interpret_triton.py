@@ -49,6 +49,7 @@ def main() -> None:
             for given in (None, scales, torch.ones(())):
                 t = nvfp4.quantize(x, given)
                 check(f"nvfp4 {case}", triton_quant.nvfp4_quantize(x, given, "w"), t)
+                check(f"nvfp4 {case}, unnamed", triton_quant.nvfp4_quantize(x, given, None), nvfp4.quantize(x, given, None))
             m = mxfp8.quantize(x)
             check(f"mxfp8 {case}", triton_quant.mxfp8_quantize(x, "w"), m)
             for out in DTYPES:
@@ -57,6 +58,7 @@ def main() -> None:
         bad = torch.ones(5, 64, dtype=dtype)
         for value in (float("nan"), float("inf"), -float("inf")):
             bad[4, 63] = value
+            triton_quant.nvfp4_quantize(bad, torch.ones(()), None)  # nothing is looked for
             check_raises(lambda bad=bad: triton_quant.nvfp4_quantize(bad, None, "w1"), NonFiniteWeight, "w1: holds NaN or infinity")
             check_raises(lambda bad=bad: triton_quant.nvfp4_quantize(bad, torch.ones(()), "w1"), NonFiniteWeight, "w1: holds NaN")
             check_raises(lambda bad=bad: triton_quant.mxfp8_quantize(bad, "w1"), NonFiniteWeight, "w1: holds NaN or infinity")

@@ -16,6 +16,7 @@ from samebits.quant.profile import get_profile
 from samebits.recipes import cli, mini_m3, mini_train
 from samebits.recipes.check import check
 from samebits.recipes.config import load_recipe
+from samebits.recipes.mini_keep import Position
 from samebits.recipes.mini_m3 import head_scale, likely, served
 from samebits.recipes.mini_math import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, draw
 from samebits.recipes.mini_model import MINI, MiniModel, _grouped
@@ -197,12 +198,28 @@ def test_a_budget_of_time_ends_and_schedules_by_it(monkeypatch):
     assert 1.4 < done.seconds <= time.perf_counter() - begun and done.steps > 1
     now = [0.0]
     monkeypatch.setattr(mini_train.time, "perf_counter", lambda: now[0])
-    budget = mini_train._Budget(Training(minutes=1.0))
-    seen = []
-    for step, at in enumerate((0.0, 20.0, 30.0, 59.0, 61.0)):  # the first step compiles
-        now[0] = at
-        seen.append(budget.spent(step))
-    assert seen == [0.0, 0.0, 0.25, 39 / 40, 1.0]
+    position = Position()
+    budget = mini_train._Budget(Training(minutes=1.0), position)
+
+    def spent(*times: float) -> list[float]:
+        seen = []
+        for at in times:
+            now[0] = at
+            seen.append(budget.spent(1))
+        return seen
+
+    now[0] = 20.0  # the first step compiles
+    assert budget.spent(0) == 0.0
+    budget.started()
+    assert spent(20.0, 30.0) == [0.0, 0.25]
+    budget.note()
+    assert (position.starts, position.seconds, position.counted) == ([20.0], 30.0, 10.0)
+    # Interrupted and called again: what the second start takes is not counted either.
+    now[0] = 1000.0
+    budget = mini_train._Budget(Training(minutes=1.0), position)
+    assert spent(1000.0, 1015.0) == [0.25, 0.25] and budget.seconds == 45.0
+    budget.started()
+    assert spent(1025.0, 1044.0, 1046.0) == [0.5, 39 / 40, 1.0] and position.starts == [20.0, 15.0]
 
 
 def test_a_diverged_run_says_so(monkeypatch):
@@ -252,6 +269,9 @@ def test_build_is_a_whole_checkpoint_and_nothing_beside_it(built):
     assert json.loads((out / "pretrain.json").read_text()) == json.loads(json.dumps(report))
     assert report["command"] == "samebits mini-m3 OUT --seed 1 --steps 12 --device cpu"
     assert report["trained"]["steps"] == 12 and report["held_out_problems"] == 10
+    seconds = report["seconds"]
+    assert list(seconds) == ["start", "first step", "training", "keeping", "head scale", "quantizing", "measuring", "all"]
+    assert min(seconds.values()) >= 0 and seconds["training"] > 0 and seconds["all"] == pytest.approx(sum(seconds.values()) / 2, abs=0.01)
     assert list(report["accuracy"]) == ["full precision", "all", *mini_m3.FAMILIES]
     assert sum(report["accuracy"][f]["problems"] for f in mini_m3.FAMILIES) == report["accuracy"]["all"]["problems"] == 10
     shown = Console(width=160)
@@ -321,7 +341,8 @@ class Saying:
     def __init__(self, problems) -> None:
         self.problems = problems
 
-    def sample(self, weights, prompts, max_new, eos, pad, temperature, g):
+    def sample(self, weights, prompts, max_new, eos, pad, temperature, g, looked):
+        looked(16)
         right, cut = (mini_tokenizer().encode(p.steps).ids for p in self.problems[:2])
         said = [[*right, EOS], cut, *[[*right, EOS]] * (len(prompts) - 2)]
         return torch.tensor([row + [PAD] * (max_new - len(row)) for row in said])
@@ -333,24 +354,14 @@ class Saying:
 def test_accuracy_counts_finished_right_answers_by_family():
     problems = draw("test", 12)
     assert len({p.answer for p in problems}) == 12
-    assert mini_m3.answered(Saying(problems), {}, problems, 1.0, None) == [True, *[False] * 11]
+    told = []
+    assert mini_m3.answered(Saying(problems), {}, problems, 1.0, None, told=told.append) == [True, *[False] * 11]
+    assert told == [pytest.approx(16 / MAX_RESPONSE_TOKENS)]
     found = mini_m3.accuracies(Saying(problems), {}, problems, 0)
     assert found["all"]["sampled"] == found["all"]["greedy"] == 1 / 12 and found["all"]["expected"] > 0.99
     of_it = [p for p in problems if p.family == problems[0].family]
     assert found[problems[0].family]["sampled"] == 1 / len(of_it) and found[problems[0].family]["problems"] == len(of_it)
     assert sum(found[f]["sampled"] > 0 for f in mini_m3.FAMILIES) == 1 and found["all"]["mixed_groups_of_8"] < 0.1
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, error):
-    def stop(*_):
-        raise error
-
-    monkeypatch.setattr(mini_m3, "EVALUATED", 2)
-    monkeypatch.setattr(mini_m3, "quantize", stop)
-    with pytest.raises(error):
-        mini_m3.build(tmp_path / "m3", 0, Training(steps=1, tokens=512), "cpu", SMALL, Console(quiet=True), progress=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 # --------------------------------------------------------------------------------------------------------- command line, recipes
@@ -385,7 +396,9 @@ def test_command_builds_and_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mini_m3,
         "build",
-        lambda out, seed, training, device, console: build(out, seed, dataclasses.replace(training, tokens=512), device, SMALL, console),
+        lambda out, seed, training, device, console, imports: build(
+            out, seed, dataclasses.replace(training, tokens=512), device, SMALL, console, imports=imports
+        ),
     )
     result = run("mini-m3", tmp_path / "m3", "--device", "cpu", "--steps", 2, "--seed", 7)
     assert result.exit_code == 0, result.output

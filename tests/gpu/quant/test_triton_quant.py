@@ -146,9 +146,11 @@ def test_one_host_sync_to_quantize_and_none_to_dequantize(quantize):
             syncs = sum("synchroniz" in str(s.message) for s in seen)
             module.dequantize(packed)
             after = sum("synchroniz" in str(s.message) for s in seen)
+            nvfp4.quantize(w, name=None)
+            unnamed = sum("synchroniz" in str(s.message) for s in seen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (syncs, after) == (1, 1)
+    assert (syncs, after, unnamed) == (1, 1, 1)
 
 
 def test_kv_activations_and_layouts_on_the_device(path):

@@ -1,9 +1,12 @@
 """The mini M3's fast path on a GPU (flash attention, grouped products, compiled parts, bf16) against the CPU's fp32."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from samebits.recipes import mini_model
 from samebits.recipes.mini_math import draw
 from samebits.recipes.mini_model import MiniModel
 from samebits.recipes.mini_tokens import chat, mini_tokenizer
@@ -42,11 +45,50 @@ def test_loss_and_gradients_are_those_of_the_cpu(compiled):
         assert alike > (0.8 if "experts.w" in name or "moe.gate" in name else 0.95), (name, alike)
 
 
-def test_greedy_samples_are_what_one_forward_says():
+def sampling():
+    """A model, its weights, and prompts of several lengths."""
     device = torch.device(DEVICE)
     model = MiniModel(SIZES, device, torch.bfloat16)
     weights = model.rounded({n: w.to(device) for n, w in initialise(SIZES, 0).items()})
-    prompts = [e.ids for e in mini_tokenizer().encode_batch([f"<user>{p.prompt}<assistant>" for p in draw("test", 8)])]
+    return model, weights, [e.ids for e in mini_tokenizer().encode_batch([f"<user>{p.prompt}<assistant>" for p in draw("test", 8)])]
+
+
+def test_tokens_of_the_graph_are_those_of_its_kernels(monkeypatch):
+    """A graph is captured, without a warning, and each replay reads and writes the cache where the token stands."""
+    model, weights, prompts = sampling()
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+
+    def samples(temperature: float):
+        return model.sample(weights, prompts, 40, EOS, PAD, temperature, torch.Generator(DEVICE).manual_seed(3)).tolist()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph = [samples(t) for t in (0.0, 1.0)]
+    assert len(replays) == 2 * 39
+    monkeypatch.setattr(mini_model._Step, "_captured", lambda *_: None)
+    assert [samples(t) for t in (0.0, 1.0)] == graph and len(replays) == 2 * 39
+
+
+def test_a_refused_capture_is_said_and_sampling_goes_on(monkeypatch):
+    model, weights, prompts = sampling()
+    want = model.sample(weights, prompts, 8, EOS, PAD, 0.0).tolist()
+    forward = model.next
+
+    def waits(*arguments):
+        logits = forward(*arguments)
+        logits.sum().item()
+        return logits
+
+    monkeypatch.setattr(model, "next", waits)
+    with pytest.warns(UserWarning, match="no CUDA graph of a sampled token"):
+        assert model.sample(weights, prompts, 8, EOS, PAD, 0.0).tolist() == want
+
+
+def test_greedy_samples_are_what_one_forward_says():
+    model, weights, prompts = sampling()
+    device = model.device
     out = model.sample(weights, prompts, 12, EOS, PAD, 0.0).tolist()
     packed, _ = pack([p + o for p, o in zip(prompts, out, strict=True)])
     with torch.no_grad():
