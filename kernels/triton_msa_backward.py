@@ -45,9 +45,10 @@ def grad_query_kernel(
     TOPK: tl.constexpr,
     KEYS: tl.constexpr,  # keys of a tile
 ):
-    """dQ of one query token and KV group a program."""
-    row = tl.program_id(0).to(tl.int64)
-    token, group = row // G, row % G
+    """dQ of one query token and KV group a program: of one group after the other, whose keys stay in the L2 cache."""
+    program, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0) // G
+    token, group = program % tokens, program // tokens
+    row = token * G + group
     position = tl.load(position_ptr + token)
     first = tl.load(start_ptr + tl.load(request_ptr + token))
     head = tl.arange(0, ROWS)
@@ -97,9 +98,10 @@ def grad_keys_kernel(
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """dK and dV of one block and KV group a program."""
-    program = tl.program_id(0)
-    block, group = program // G, program % G
+    """dK and dV of one block and KV group a program: of one group after the other, so that those which run at a time share queries."""
+    blocks = tl.num_programs(0) // G
+    block, group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    program = block * G + group
     count = tl.load(count_ptr + block)
     if count > 0:
         first = tl.load(first_ptr + block).to(tl.int64)

@@ -55,6 +55,21 @@ def choice_and_attention() -> None:
             close("log of the sum", lse, exact, 1e-5)
 
 
+def groups_one_after_the_other() -> None:
+    """Two KV groups and two requests, programs that take all blocks of a query: against torch, and the bits of one block a program."""
+    case = make([1, 2], [3, 140], "nvfp4", groups=2, heads=4, integers=True)
+    chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
+    chosen[1:, 1] = torch.tensor([1] + 15 * [-1])  # another choice in the second group
+    out = msa_ops.sparse_attention(case.q.float(), case.cache, chosen, case.batch, 0.1)
+    have = []
+    for split in (0, 1000):
+        triton_msa.SPLIT, default = split, triton_msa.SPLIT
+        have.append(triton_msa.attend(case.q.float(), case.cache, chosen, case.batch, 0.1)[0])
+        triton_msa.SPLIT = default
+    close("two groups", have[0], out, 1e-5)
+    check("two groups, one block a program", torch.equal(*(x.view(torch.int32) for x in have)))
+
+
 def reference_lse(case, chosen: torch.Tensor, scale: float) -> torch.Tensor:
     """log2 of the softmax's sum [T, H] of one KV group."""
     rows = []
@@ -152,10 +167,11 @@ def ranks_insert(form: str) -> None:
 
 def gradients_of_packed_keys() -> None:
     """Against autograd through the reference: two sequences, one with more blocks than are chosen."""
-    total = [3, 140]
-    case = make(total, total, "bf16", groups=1, heads=2)
+    total = [3, 130]
+    case = make(total, total, "bf16", groups=2, heads=2)
     config = SparseConfig(topk=1)
     chosen = msa_ops.index_topk(case.index_q, case.packed_index, case.batch, config)
+    chosen[131:, 1] = 0  # one group has another choice than the other
     q, k, v = (t.float().requires_grad_() for t in (case.q, case.packed.keys, case.packed.values))
     packed = case.packed._replace(keys=k, values=v)
     out = msa_ops.sparse_attention(q, packed, chosen, case.batch, 0.1)
@@ -176,6 +192,7 @@ def main() -> None:
     if not triton_msa_tiles.INTERPRETED.value:
         raise SystemExit("set TRITON_INTERPRET=1")
     choice_and_attention()
+    groups_one_after_the_other()
     rounded_reads()
     weights_that_vanish()
     padding()
