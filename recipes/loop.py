@@ -52,7 +52,7 @@ _ACTOR_KEYS = (
     "replay/rows",
     "replay/agreement",
 )
-_OPTIONAL_KEYS = {"grad_norm": "train/grad_norm", "lr": "train/lr", "pg_loss": "train/loss", "entropy": "train/entropy"}
+_OPTIONAL_KEYS = {"grad_norm": "train/grad_norm", "lr": "train/lr", "objective/loss": "train/loss", "entropy": "train/entropy"}
 
 
 class SamebitsTrainer(PPOTrainerSync):
