@@ -129,6 +129,36 @@ def test_a_worker_fetches_what_the_trainer_reads_and_the_batch_keeps_all(trainer
     assert not {"extra_fields", "num_turns", "rm_scores", "returns", "position_ids"} & (learned | scored)
 
 
+def test_the_queue_is_there_before_the_trainer_and_a_failure_of_its_is_the_job_s(monkeypatch):
+    import time
+
+    import transfer_queue
+
+    from samebits.recipes import job, loop
+
+    events = []
+
+    def init(config):
+        time.sleep(0.1)
+        events.append(config)
+
+    log = SimpleNamespace(close=lambda: events.append("log"))
+    monkeypatch.setattr(transfer_queue, "init", init)
+    monkeypatch.setattr(transfer_queue, "close", lambda: events.append("close"))
+    monkeypatch.setattr(loop, "SamebitsTrainer", lambda config, recipe: events.append("trainer") or SimpleNamespace(log=log))
+    with job.open_trainer(SimpleNamespace(transfer_queue="queue"), None):
+        events.append("job")
+    assert events == ["queue", "trainer", "job", "log", "close"]
+
+    def refuse(config):
+        raise OSError("no room for the queue")
+
+    monkeypatch.setattr(transfer_queue, "init", refuse)
+    with pytest.raises(OSError, match="no room for the queue"), job.open_trainer(SimpleNamespace(transfer_queue="queue"), None):
+        events.append("job")
+    assert events == ["queue", "trainer", "job", "log", "close"]
+
+
 def test_a_recipe_is_validated_without_importing_verl():
     """A refused recipe answers at once: verl takes seconds to import."""
     import subprocess
