@@ -86,7 +86,7 @@ def test_what_is_put_for_each_sample(monkeypatch, validate, filtered):
     assert ({"data_source", "reward_model"} <= columns) == validate
     assert ("extra_fields" in columns) == (validate or filtered) and "metrics" not in columns
     if "extra_fields" in columns:
-        assert samples["fields"]["extra_fields"].tolist()[1]["reward_extra_info"] == {"score": 1.0}
+        assert list(samples["fields"]["extra_fields"])[1]["reward_extra_info"] == {"score": 1.0}
     assert torch.equal(samples["fields"]["rm_scores"], torch.tensor([[0.0, 1.0]] * 4))
     assert torch.equal(samples["fields"]["rollout_log_probs"], torch.tensor([[-0.5, -0.25]] * 4))
     assert [(len(t), t.dtype) for t in samples["fields"]["routed_experts"].unbind()] == [(4, torch.int16)] * 4
