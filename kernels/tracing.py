@@ -251,7 +251,8 @@ def _leaves(events: Iterable[Event]) -> Iterator[Event]:
 def _collectives(events: Sequence[Event], world: int) -> Iterator[tuple[float, str, int | None]]:
     """(moment, kind, bytes) of each collective, as torch.distributed was asked for it: the same for NCCL and gloo."""
     # Lists of tensors come without a dtype. Of NCCL a record inside the call says it, of gloo the span that works on it.
-    records = sorted((e["ts"], e["args"]) for e in events if e.get("name") == "record_param_comms" and "dtype" in e.get("args", {}))
+    told = ((e["ts"], e["args"]) for e in events if e.get("name") == "record_param_comms" and "dtype" in e.get("args", {}))
+    records = sorted(told, key=lambda record: record[0])  # two may begin at one moment
     typed = sorted(
         (e["ts"], math.prod(e["args"]["Input Dims"][0]), e["args"]["Input type"][0])
         for e in events

@@ -3,6 +3,9 @@
 Work is constant for each GPU: the batch grows with the GPUs, so a perfect step takes as long as on one. With `total` the batch stays, and a
 perfect step takes an N-th. Efficiency is the same quotient either way: tokens a second on N GPUs over N times those on one. Each number of
 GPUs is one job of its own, as `bench_step` runs it.
+
+With `total` all of them begin with the same batch, so that their first steps must draw the same samples and, where trainer and engine
+have the same bits, have the same loss (summed in fp64, as fp32): both are compared.
 """
 
 from __future__ import annotations
@@ -119,8 +122,16 @@ def result(subject: str, total: bool, measurements: Sequence[Mapping[str, Any]])
         "subject": subject,
         "work": "total" if total else "per_gpu",
         "points": points,
+        "first_step": _first_steps([found.get("first") for found in measurements]) if total else None,
         "measurements": list(measurements),
     }
+
+
+def _first_steps(first: Sequence[Mapping[str, Any] | None]) -> dict[str, bool] | None:
+    """Whether all numbers of GPUs had the samples and the loss of one GPU in step 1; None where a run did not record them."""
+    if None in first:
+        return None
+    return {key: all(one[key] == first[0][key] for one in first) for key in ("samples", "loss")}
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
@@ -136,6 +147,8 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     table.add_row("tokens a second", *(f"{point['tokens_per_second']:,.0f}" for point in points))
     table.add_row("efficiency", *(f"{point['efficiency']:.1%}" for point in points), style="bold")
     table.add_row("seconds a step", *(f"{point['seconds']:.4f}" for point in points))
+    rates = [point["tokens_per_second"] / points[0]["tokens_per_second"] for point in points]
+    table.add_row("times one GPU", *(f"{rate:.2f}" for rate in rates))
     names = dict.fromkeys(name for point in points for name in point["phases"])
     for name in names:
         table.add_row(f"  {name}", *(_phase(point, name) for point in points), style="dim")
@@ -145,6 +158,12 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         peaks = [_peak(measurement, role) for measurement in found["measurements"]]
         table.add_row(f"peak of a {role} process, GB", *("" if peak is None else f"{peak / 1e9:,.3f}" for peak in peaks))
     console.print(table)
+    if found["first_step"] is not None:
+        first = [measurement["first"] for measurement in found["measurements"]]
+        samples, loss = ("the same" if found["first_step"][key] else "OTHER" for key in ("samples", "loss"))
+        losses = ", ".join(repr(one["loss"]) for one in first)
+        apart = max(one["max_abs"] for one in first)
+        console.print(f"first step: {samples} samples, {loss} loss ({losses}), trainer and engine at most {apart:g} apart", soft_wrap=True)
 
 
 def _phase(point: Mapping[str, Any], name: str) -> str:

@@ -9,6 +9,7 @@ which most steps do not have, is shown by itself.
 from __future__ import annotations
 
 import statistics
+import struct
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ def measured(subject: str, recipe: Recipe, lines: Sequence[Line], warm_up: int) 
         "share": shares,
         "full_check_seconds": _mean(line["time/check"] for line in trained if "time/check" in line),
         "tokens": tokens,
+        "first": _first(trained),
         "memory": {"trainer": _memory(steps, TRAINER), "engine": _memory(steps, ENGINE)},
         "sync": _sync(recipe, steps),
         "versions": _versions(),
@@ -185,6 +187,15 @@ def _tokens(steps: Sequence[Line]) -> dict[str, float | None]:
         "trained_per_second": (prompt + response) / train,
         "per_second": (prompt + response) / step,
     }
+
+
+def _first(trained: Sequence[Line]) -> dict[str, Any] | None:
+    """What step 1 drew and computed, with its loss as fp32: the same for the same batch, however many ranks share it. None without it."""
+    line = next((line for line in trained if line["step"] == 1), None)
+    if line is None or "samples/digest" not in line or "train/loss" not in line:
+        return None
+    loss = struct.unpack("f", struct.pack("f", line["train/loss"]))[0]
+    return {"samples": line["samples/digest"], "loss": loss, "max_abs": line["mismatch/max_abs"]}
 
 
 def _memory(steps: Sequence[Line], prefix: str) -> dict[str, dict[str, int]]:

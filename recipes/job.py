@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,12 @@ def open_trainer(config: DictConfig, recipe: Recipe) -> Iterator[SamebitsTrainer
     """A trainer that is not initialised yet, and the transfer queue around it; for the driver's process."""
     import transfer_queue as tq
 
-    from .loop import SamebitsTrainer
+    with ThreadPoolExecutor(1) as pool:
+        # The queue's processes start while this one imports verl: each takes seconds, on cores of their own.
+        queue = pool.submit(tq.init, config.transfer_queue)
+        from .loop import SamebitsTrainer
 
-    tq.init(config.transfer_queue)
+        queue.result()
     try:
         trainer = SamebitsTrainer(config, recipe)
         try:

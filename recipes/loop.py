@@ -52,7 +52,13 @@ _ACTOR_KEYS = (
     "replay/rows",
     "replay/agreement",
 )
-_OPTIONAL_KEYS = {"grad_norm": "train/grad_norm", "lr": "train/lr", "pg_loss": "train/loss", "entropy": "train/entropy"}
+_OPTIONAL_KEYS = {"grad_norm": "train/grad_norm", "lr": "train/lr", "objective/loss": "train/loss", "entropy": "train/entropy"}
+
+
+_SCORED = ("input_ids", "loss_mask", "prompts", "responses", "response_mask", "routed_experts", "block_choices")
+"""What the trainer reads of a batch that it scores. A field costs time for every sample of it, so that the others stay in the queue."""
+_LEARNED = (*_SCORED, "uid", "rollout_log_probs", "old_log_probs", "advantages")
+"""The same of one that it learns from."""
 
 
 class SamebitsTrainer(PPOTrainerSync):
@@ -115,7 +121,7 @@ class SamebitsTrainer(PPOTrainerSync):
 
     def _score(self, batch) -> None:
         """One forward of the trainer over the batch: `log_probs` of each row, in the transfer queue."""
-        asked = copy.copy(batch)
+        asked = _with_fields(batch, _SCORED)
         temperature = self.config.actor_rollout_ref.rollout.temperature
         asked.extra_info = dict(batch.extra_info) | {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(asked)
@@ -268,7 +274,8 @@ class SamebitsTrainer(PPOTrainerSync):
 
     def _update_actor(self, batch, metrics):
         try:
-            return super()._update_actor(batch, metrics)
+            super()._update_actor(_with_fields(batch, _LEARNED), metrics)
+            return batch
         except RayTaskError as error:
             if not isinstance(error.cause, ParityLost):
                 raise
@@ -299,6 +306,13 @@ class SamebitsTrainer(PPOTrainerSync):
         shutil.copytree(source, staging)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(staging, target)
+
+
+def _with_fields(batch, fields: tuple[str, ...]):
+    """The same rows of the transfer queue, of which a worker fetches these fields (those that there are) and no others."""
+    asked = copy.copy(batch)
+    asked.fields = list(fields)
+    return asked
 
 
 def _object_stack(items: list[str]):

@@ -19,17 +19,18 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
-# Columns of the dataset that verl reads again beside a sample. The others stay behind: each costs a Python object for every sample
-# wherever the batch is packed, moved or cut.
+# What of the dataset, and of grading, verl reads again beside a sample. The rest stays behind: each column costs a Python object for every
+# sample wherever the batch is packed, moved or cut.
 _TRAINING_COLUMNS = ("uid",)
-_VALIDATION_COLUMNS = ("uid", "data_source", "reward_model")
+_FILTERED_COLUMNS = ("uid", "extra_fields")
+"""Where groups are left out by what grading said of them."""
+_VALIDATION_COLUMNS = ("uid", "data_source", "reward_model", "extra_fields")
 
 
 class RolloutFailed(RuntimeError):
@@ -59,6 +60,8 @@ class BatchLoop:
         self.tokenizer = tokenizer
         self.seed = seed
         self.grade = _reward_function(config)
+        groups = OmegaConf.select(config, "algorithm.filter_groups")
+        self.columns = _FILTERED_COLUMNS if groups is not None and groups.get("enable") else _TRAINING_COLUMNS
         self.digests: dict[str, str] = {}
         """BLAKE2b of the prompt ids and of the sampled ids of the last batch: equal digests mean the very same batch."""
         self.truncated_fraction = 0.0
@@ -100,7 +103,7 @@ class BatchLoop:
         self.truncated_fraction = sum(o.extra_fields["finish_reason"] == "length" for o in outputs) / len(outputs)
         fields, tags = [], []
         for ids, owner, output in zip(prompts, owners, outputs, strict=True):
-            fields.append(self._sample(ids, owner, output, _VALIDATION_COLUMNS if validate else _TRAINING_COLUMNS))
+            fields.append(self._sample(ids, owner, output, _VALIDATION_COLUMNS if validate else self.columns))
             tags.append(_tag(step, len(ids), output))
         started = time.perf_counter()
         tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
@@ -134,21 +137,19 @@ class BatchLoop:
         )
         self.seconds["reward"] += time.perf_counter() - started
         details = graded if isinstance(graded, dict) else {"score": graded}
-        sample = AgentLoopOutput(
-            prompt_ids=prompt_ids,
-            response_ids=output.token_ids,
-            response_mask=[1] * len(output.token_ids),
-            response_logprobs=output.log_probs,
-            routed_experts=output.routed_experts,
-            reward_score=float(details["score"]),
-            num_turns=2,
-            metrics=AgentLoopMetrics(),
-            extra_fields=output.extra_fields | {"reward_extra_info": details, "turn_scores": [], "tool_rewards": []},
-        ).as_dict()
+        prompt, response = (torch.tensor(ids, dtype=torch.int64) for ids in (prompt_ids, output.token_ids))
+        mask, scores = torch.ones_like(response), torch.zeros(len(response))
+        scores[-1] = float(details["score"])
+        sample = {"prompts": prompt, "responses": response, "response_mask": mask, "loss_mask": mask, "rm_scores": scores, "num_turns": 2}
+        sample["input_ids"] = torch.cat((prompt, response))
+        sample["position_ids"] = torch.arange(len(prompt) + len(response))
+        if output.log_probs is not None:
+            sample["rollout_log_probs"] = torch.tensor(output.log_probs, dtype=torch.float32)
+        if output.routed_experts is not None:
+            sample["routed_experts"] = torch.tensor(output.routed_experts, dtype=torch.int16)
+        if "extra_fields" in columns:
+            sample["extra_fields"] = output.extra_fields | {"reward_extra_info": details}
         sample |= {name: row[name] for name in columns if name in row}
-        sample["loss_mask"] = sample["response_mask"]
-        sample["input_ids"] = torch.cat((sample["prompts"], sample["responses"]))
-        sample["position_ids"] = torch.arange(sample["input_ids"].numel())
         return sample
 
 

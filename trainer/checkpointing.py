@@ -110,9 +110,13 @@ class AdapterCheckpointManager(BaseCheckpointManager):
         return state
 
     def _restore(self, state: dict[str, dict[str, Tensor]]) -> None:
+        on_device = {p for group in self.optimizer.param_groups if group.get("fused") or group.get("capturable") for p in group["params"]}
         # Masters were loaded in place. A parameter that never took a step has no optimizer state, as in the run that saved it.
         for name, parameter in self.model.adapter_parameters():
             if state["step"][name] == 0:
                 self.optimizer.state.pop(parameter, None)
                 continue
-            self.optimizer.state[parameter] = {key: state[key][name] for key in ("step", "exp_avg", "exp_avg_sq")}
+            # Where a fused kernel takes the step it reads the count there as well; elsewhere torch keeps it on the host.
+            device = parameter.device if parameter in on_device else torch.device("cpu")
+            moments = {key: state[key][name] for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": state["step"][name].to(device)} | moments

@@ -312,7 +312,9 @@ def _out_of_memory_at() -> int | None:
 
 
 def _run_out_of_memory(gradient: Tensor) -> None:
-    """What backward meets when a GPU is full, in the words of torch's allocator."""
+    """On a GPU ask for more memory than it has; on a CPU raise what backward would meet there, in the words of torch's allocator."""
+    if gradient.is_cuda:
+        torch.empty(2 * torch.cuda.get_device_properties(gradient.device).total_memory, dtype=torch.uint8, device=gradient.device)
     wanted = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.12 GiB is free"
     raise torch.OutOfMemoryError(f"CUDA out of memory. {wanted} (injected fault oom).")
 

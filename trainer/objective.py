@@ -60,7 +60,8 @@ def tis_loss(
         old_logprobs: what the weight is against instead of `rollout_logprobs`, same shape. `mismatch/*` stays against the rollout.
     Returns:
         The scalar loss and the metrics mismatch/kl (mean of exp(d) - d - 1), mismatch/max_abs (of d), tis/mean (of the weights that
-        were used), tis/max_raw (largest ratio before the cap) and tis/clipped_fraction.
+        were used), tis/max_raw (largest ratio before the cap), tis/clipped_fraction and objective/loss: the loss summed in fp64, whose
+        bits as fp32 do not tell how the batch was cut over micro-batches and ranks.
     Raises `ValueError` when shapes differ: nothing is broadcast.
     """
     old = rollout_logprobs if old_logprobs is None else old_logprobs
@@ -84,6 +85,7 @@ def tis_loss(
         "mismatch/max_abs": Part(d.abs().max().item() if d.numel() else 0.0, "max"),
         "tis/mean": Part(weight.sum().item() * share, "sum"),
         "tis/max_raw": Part((ratio * mask).max().item() if d.numel() else 0.0, "max"),
+        "objective/loss": Part(-(advantage.double() * weight.double() * lp.detach().double()).sum().item() * share, "sum"),
         "tis/clipped_fraction": Part(0.0 if cap is None else ((ratio > cap) & mask).sum().item() * share, "sum"),
     }
     return loss, metrics

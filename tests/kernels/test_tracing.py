@@ -73,6 +73,12 @@ def test_bytes_of_a_collective_are_what_a_rank_receives(name, args, kind, size):
     assert {k: (v.calls, v.bytes, v.unsized) for k, v in found.items()} == {kind: (1, size, 0)}
 
 
+def test_records_of_one_moment_are_no_matter():
+    records = [host("record_param_comms", 12, 1, dtype="Long", rank=rank) for rank in (0, 1)]
+    reduce = host("c10d::allreduce_", 10, 5, **{"Input Dims": [[[4]]], "Input type": ["TensorList"]})
+    assert summary([reduce, *records], 2)["other"].volume["all_reduce"].bytes == 32
+
+
 def test_a_collective_of_unknown_size_is_counted_as_such():
     found = summary([host("c10d::allreduce_", 10, 5, **{"Input Dims": [[[4]]], "Input type": ["TensorList"]})], 2)["other"].volume
     assert (found["all_reduce"].calls, found["all_reduce"].bytes, found["all_reduce"].unsized) == (1, 0, 1)

@@ -142,7 +142,7 @@ def measurement(gpus: int, seconds: float, tokens: float, peak: int) -> dict:
         "memory": {"trainer": {"forward": {"allocated": peak}}, "engine": {"rollout": {"resident": 2 * peak}}},
         "sync": {"bytes": 1, "tensors": 1, "paths": ["ipc"], "full_packed_bytes": None},
         "communication": bench_traces.communication(RECORDS) if gpus > 1 else None,
-        "plan": None,
+        "plan": None, "first": {"samples": "aa", "loss": 0.25, "max_abs": 0.0},
     }  # fmt: skip
 
 
@@ -156,13 +156,34 @@ def test_the_table_holds_gpus_against_one():
     console = Console(record=True, width=200)
     bench_scale.show(found, console)
     text = console.export_text()
-    for word in ("the same batch for each GPU", "80.0%", "1.0000 (x 1.25)", "4 GPUs", "2.000", "4.000", "4 all_gather", "exposed share"):
+    for word in (
+        "the same batch for each GPU", "80.0%", "1.0000 (x 1.25)", "4 GPUs", "2.000", "4.000", "4 all_gather", "exposed share", "3.20",
+    ):  # fmt: skip
         assert word in text, word
+    assert found["first_step"] is None and "first step" not in text
 
 
 def test_a_fixed_batch_is_said(tmp_path):
     found = bench_scale.result("r", True, [measurement(1, 2.0, 1000.0, 1), measurement(2, 1.0, 1000.0, 1)])
     assert found["points"][1]["efficiency"] == 1.0 and found["work"] == "total"
+
+
+@pytest.mark.parametrize(
+    ("other", "want", "says"),
+    [
+        ({}, {"samples": True, "loss": True}, "the same samples, the same loss (0.25, 0.25), trainer and engine at most 0 apart"),
+        ({"loss": 0.2500001, "max_abs": 0.5}, {"samples": True, "loss": False}, "the same samples, OTHER loss (0.25, 0.2500001), tr"),
+        ({"samples": "ab"}, {"samples": False, "loss": True}, "OTHER samples, the same loss"),
+    ],
+)
+def test_the_same_batch_begins_alike_on_any_number_of_gpus(other, want, says):
+    one, two = measurement(1, 2.0, 1000.0, 1), measurement(2, 1.0, 1000.0, 1)
+    found = bench_scale.result("r", True, [one, two | {"first": two["first"] | other}])
+    assert found["first_step"] == want
+    console = Console(record=True, width=200)
+    bench_scale.show(found, console)
+    assert says in console.export_text()
+    assert bench_scale.result("r", True, [one | {"first": None}, two])["first_step"] is None
 
 
 def test_every_number_of_gpus_is_measured_with_its_own_settings(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -68,6 +69,14 @@ def test_rates_memory_and_bytes(recipe):
     assert (sync["bytes"], sync["paths"]) == (1_351_680, ["ipc"])
     assert sync["share_of_packed"] == sync["bytes"] / sync["full_packed_bytes"] and sync["full_bf16_bytes"] > 2 * sync["full_packed_bytes"]
     json.dumps(found)
+
+
+def test_the_first_step_is_told_by_its_samples_and_its_loss_as_fp32(recipe):
+    seen = {"samples/digest": "aa", "train/loss": 0.1, "mismatch/max_abs": 0.0}
+    found = bench_step.measured("r", recipe[0], [line(1, **seen), line(2)], warm_up=1)["first"]
+    assert found == {"samples": "aa", "loss": torch.tensor(0.1, dtype=torch.float32).item(), "max_abs": 0.0}
+    assert bench_step.measured("r", recipe[0], LINES, warm_up=1)["first"] is None
+    assert bench_step.measured("r", recipe[0], [line(5, **seen)], warm_up=0)["first"] is None
 
 
 def test_a_full_check_in_a_measured_step_is_a_phase(recipe):

@@ -110,6 +110,55 @@ def test_one_rank_is_not_balanced_and_two_are(trainer, monkeypatch, ranks):
     assert (result, seen) == (("padded", [("batch", 3, 2)]) if ranks == 1 else ("balanced", []))
 
 
+def test_a_worker_fetches_what_the_trainer_reads_and_the_batch_keeps_all(trainer, monkeypatch):
+    from transfer_queue import KVBatchMeta
+
+    from samebits.recipes import loop
+    from samebits.trainer.batch import _RESPONSE_FIELDS, BLOCKS, ROUTES
+
+    asked = []
+    monkeypatch.setattr(loop.PPOTrainerSync, "_update_actor", lambda self, batch, metrics: asked.append(batch))
+    trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=1.0)))
+    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=asked.append)
+    batch = KVBatchMeta(keys=["a"], tags=[{}], partition_id="train")
+    assert trainer._update_actor(batch, {}) is batch and batch.fields is None
+    trainer._score(batch)
+    learned, scored = ({*one.fields} for one in asked)
+    needed = {"input_ids", "loss_mask", "prompts", "responses", ROUTES, BLOCKS}
+    assert needed | {*_RESPONSE_FIELDS, "uid"} <= learned and needed <= scored
+    assert not {"extra_fields", "num_turns", "rm_scores", "returns", "position_ids"} & (learned | scored)
+
+
+def test_the_queue_is_there_before_the_trainer_and_a_failure_of_its_is_the_job_s(monkeypatch):
+    import time
+
+    import transfer_queue
+
+    from samebits.recipes import job, loop
+
+    events = []
+
+    def init(config):
+        time.sleep(0.1)
+        events.append(config)
+
+    log = SimpleNamespace(close=lambda: events.append("log"))
+    monkeypatch.setattr(transfer_queue, "init", init)
+    monkeypatch.setattr(transfer_queue, "close", lambda: events.append("close"))
+    monkeypatch.setattr(loop, "SamebitsTrainer", lambda config, recipe: events.append("trainer") or SimpleNamespace(log=log))
+    with job.open_trainer(SimpleNamespace(transfer_queue="queue"), None):
+        events.append("job")
+    assert events == ["queue", "trainer", "job", "log", "close"]
+
+    def refuse(config):
+        raise OSError("no room for the queue")
+
+    monkeypatch.setattr(transfer_queue, "init", refuse)
+    with pytest.raises(OSError, match="no room for the queue"), job.open_trainer(SimpleNamespace(transfer_queue="queue"), None):
+        events.append("job")
+    assert events == ["queue", "trainer", "job", "log", "close"]
+
+
 def test_a_recipe_is_validated_without_importing_verl():
     """A refused recipe answers at once: verl takes seconds to import."""
     import subprocess
@@ -219,10 +268,10 @@ def test_a_trainer_that_lost_parity_ends_the_job_with_its_line_and_the_operation
     monkeypatch.setattr(loop, "parting_operation", lambda server, folder: f"{server} {folder}: the first operation is q")
     failing(ParityLost("step 2: sample 3: token 9"))
     with pytest.raises(loop.AgreementLost, match="^step 2: sample 3: token 9; server run: the first operation is q$"):
-        trainer._update_actor(None, {})
+        trainer._update_actor(SimpleNamespace(), {})
     failing(ValueError("other"))
     with pytest.raises(RayTaskError):
-        trainer._update_actor(None, {})
+        trainer._update_actor(SimpleNamespace(), {})
 
 
 def test_recomputed_old_logprobs_are_those_of_the_responses(trainer, monkeypatch):

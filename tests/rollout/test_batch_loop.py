@@ -45,8 +45,8 @@ class Tokenizer:
         return "text"
 
 
-@pytest.mark.parametrize("validate", [False, True])
-def test_what_is_put_for_each_sample(monkeypatch, validate):
+@pytest.mark.parametrize(("validate", "filtered"), [(False, False), (False, True), (True, False)])
+def test_what_is_put_for_each_sample(monkeypatch, validate, filtered):
     from samebits.rollout import batch_loop
 
     put = []
@@ -56,7 +56,11 @@ def test_what_is_put_for_each_sample(monkeypatch, validate):
     monkeypatch.setattr(batch_loop, "_reward_function", lambda config: lambda **kwargs: graded.append(kwargs) or {"score": 1.0})
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 2}
     config = OmegaConf.create(
-        {"actor_rollout_ref": {"rollout": sampling | {"calculate_log_probs": True, "val_kwargs": sampling}}, "data": {}}
+        {
+            "actor_rollout_ref": {"rollout": sampling | {"calculate_log_probs": True, "val_kwargs": sampling}},
+            "data": {},
+            "algorithm": {"filter_groups": {"enable": filtered}},
+        }
     )
     loop = batch_loop.BatchLoop(config, [Server()], Tokenizer(), seed=0)
     rows = {
@@ -80,4 +84,10 @@ def test_what_is_put_for_each_sample(monkeypatch, validate):
     assert columns.isdisjoint({"raw_prompt", "extra_info", "index", "multi_modal_inputs"})
     assert {"uid", "input_ids", "rollout_log_probs", "routed_experts", "rm_scores", "loss_mask"} <= columns
     assert ({"data_source", "reward_model"} <= columns) == validate
+    assert ("extra_fields" in columns) == (validate or filtered) and "metrics" not in columns
+    if "extra_fields" in columns:
+        assert list(samples["fields"]["extra_fields"])[1]["reward_extra_info"] == {"score": 1.0}
+    assert torch.equal(samples["fields"]["rm_scores"], torch.tensor([[0.0, 1.0]] * 4))
+    assert torch.equal(samples["fields"]["rollout_log_probs"], torch.tensor([[-0.5, -0.25]] * 4))
+    assert [(len(t), t.dtype) for t in samples["fields"]["routed_experts"].unbind()] == [(4, torch.int16)] * 4
     assert torch.equal(samples["fields"]["input_ids"][2], torch.tensor([3, 7, 3, 4]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -243,6 +245,22 @@ def test_resume_continues_bit_for_bit(m3, tmp_path, warmup):
             assert torch.equal(getattr(a, "to_local", lambda a=a: a)(), getattr(b, "to_local", lambda b=b: b)()), (name, key)
     assert straight.lr_scheduler.state_dict() == resumed.lr_scheduler.state_dict()
     assert resumed.adapter_version == 4
+
+
+@pytest.mark.parametrize(("options", "where"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
+def test_a_restored_count_of_steps_lies_where_the_optimizer_s_kernel_reads_it(options, where):
+    """A fused kernel on a GPU reads a count on the host through its address: an illegal access. Device meta stands for the GPU."""
+    from samebits.trainer.checkpointing import AdapterCheckpointManager  # brings verl, which the plugin comes before
+
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    manager = object.__new__(AdapterCheckpointManager)
+    manager.optimizer = SimpleNamespace(param_groups=[{"params": [parameter], **options}], state={})
+    manager.model = SimpleNamespace(adapter_parameters=lambda: [("w", parameter)])
+    state = manager._tensors()
+    state["step"]["w"].fill_(7)
+    manager._restore(state)
+    found = manager.optimizer.state[parameter]
+    assert found["step"].device.type == where and {found[key].device.type for key in ("exp_avg", "exp_avg_sq")} == {"meta"}
 
 
 def test_a_checkpoint_holds_the_adapter_as_it_was_sent_and_not_the_base(m3, tmp_path):

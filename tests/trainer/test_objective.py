@@ -68,6 +68,21 @@ def test_split_and_ranks_do_not_matter():
         assert merged == pytest.approx(part.value, rel=1e-5), name
 
 
+def test_the_loss_that_is_reported_has_the_same_bits_for_any_cut():
+    g = torch.Generator().manual_seed(1)
+    lp, rollout = -8 * torch.rand(30011, generator=g), -8 * torch.rand(30011, generator=g)
+    adv, mask = torch.randn(30011, generator=g), torch.rand(30011, generator=g) > 0.3
+    total, found, plain = int(mask.sum()), set(), set()
+    for cut in (30011, 9001, 1024, 77):
+        for ranks in (1, 2, 4):
+            cuts = (slice(i, i + cut) for i in range(0, 30011, cut))
+            parts = [tis_loss(lp[s], rollout[s], adv[s], mask[s], total, ranks=ranks) for s in cuts]
+            found.add(torch.tensor(sum(metrics["objective/loss"].value for _, metrics in parts) / ranks, dtype=torch.float32).item())
+            plain.add((sum(loss for loss, _ in parts) / ranks).item())
+    assert len(found) == 1 and len(plain) > 1
+    assert found.pop() == pytest.approx(plain.pop(), rel=1e-4)
+
+
 def test_masked_slots_may_hold_anything():
     clean, grad, metrics = loss_of([-1.0, -2.0], [-1.5, -1.0], [1.0, 2.0])
     bad, bad_grad, bad_metrics = loss_of(
