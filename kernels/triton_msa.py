@@ -106,9 +106,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
-            **nvidia_options(
-                maxnreg=SCORE_REGISTERS if form == 2 and share < SCORE_LONG else None, launch_pdl=EARLY and index_q.is_cuda
-            ),
+            **nvidia_options(maxnreg=SCORE_REGISTERS if form == 2 and share < SCORE_LONG else None, launch_pdl=EARLY and index_q.is_cuda),
         )
     return scores
 
