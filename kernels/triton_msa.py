@@ -20,13 +20,14 @@ from .triton_target import nvidia_options
 
 FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
 SLOT = 9216
-# Programs of the score kernel for each multiprocessor, of one warp each: twice what is resident, so that none idles at the end. Fewer
-# registers (128, so 16 warps are resident) spill a few words and win all the same. Swept on an H200.
-SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
+# Programs of the score kernel for each multiprocessor, of one warp each: twice what is resident, so that none idles at the end. With 128
+# registers 16 of them are resident, and spill a few words: that wins where a program has few blocks, and waits more than it works, but from
+# SCORE_LONG blocks on it gets the registers that it wants. Swept on an H200 at 32 requests of 131072 tokens, which is 8 blocks a program.
+SCORE_PROGRAMS, SCORE_REGISTERS, SCORE_LONG = 32, 128, 8
 SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
-# Choice and attention may be launched while the kernel before them ends (programmatic dependent launch); both wait for it before reading.
+# A kernel may be launched while the one before it ends (programmatic dependent launch); all wait for it before they read or write.
 EARLY = True
 # Chosen blocks whose results are joined before others are: part of the arithmetic. A program takes one block where that makes no more than
 # SPLIT programs for each multiprocessor, else such a group of blocks where queries times groups are no more than that, else all blocks.
@@ -79,7 +80,8 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
         programs = SCORE_PROGRAMS * _multiprocessors(index_q.device)
     splits = max(1, min(blocks, programs // (requests * tiles)))
     # Even shares: with 1024 blocks over 700 programs half would do two blocks and half one.
-    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    share = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(blocks, share)
     paged = isinstance(keys, Pages)
     with torch.cuda.device(index_q.device) if index_q.is_cuda else _Nothing():
         score_kernel[(splits, requests, tiles)](
@@ -104,7 +106,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
-            **nvidia_options(maxnreg=SCORE_REGISTERS if form == 2 else None),
+            **nvidia_options(maxnreg=SCORE_REGISTERS if form == 2 and share < SCORE_LONG else None, launch_pdl=EARLY and index_q.is_cuda),
         )
     return scores
 

@@ -10,7 +10,7 @@ Programs that take all blocks of a query go through the queries of one KV head b
 head are 16 MiB, of four more than the L2 cache of an H200.
 
 A program has two warps, which share a block (`triton_msa_blocks`). Of NVFP4 pages, the next block's keys are loaded while the present one's
-values are at work.
+values are at work, from a place that was looked up while its keys were.
 """
 
 from __future__ import annotations
@@ -145,12 +145,15 @@ def attend_kernel(
             limit = position + 1 - block * PAGE
             if AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
+            if NEXT:
+                # Asked for long before it is used: what is waited for holds up all that the warp has to do.
+                following = tl.load(chosen_ptr + tl.minimum(place + 1, TOPK - 1))
+                next_offset = _offset(table_ptr, following, page_stride, token_stride, PAGED)
             scores = tl.dot(query, decode_keys(x, raw, FORMAT, ROUNDED))
             if not AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
             if NEXT and place + 1 < end:
-                block = tl.load(chosen_ptr + place + 1)
-                offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
+                block, offset = following, next_offset
                 x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
             if limit < PAGE:
                 scores = tl.where((key_of_label(PAGE) < limit)[None, :], scores, float("-inf"))

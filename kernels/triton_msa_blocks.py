@@ -52,8 +52,8 @@ def load_keys(base, limit, token_stride, FORMAT: tl.constexpr):
     if FORMAT == NVFP4:
         words = base.to(tl.pointer_type(tl.int32))
         x = tl.load((words + (lane * 16 + t * 4) + rep * 16)[:, None] + tl.arange(0, 4)[None, :])
-        # The word that holds a lane's two scale bytes.
-        raw = tl.load(words + (lane * 2 + t // 2) + (PAGE * 16 + rep * 2)) >> (t % 2 * 16)
+        # The word that holds a lane's two scale bytes. Nothing is done to it here: a load that is used at once is waited for at once.
+        raw = tl.load(words + (lane * 2 + t // 2) + (PAGE * 16 + rep * 2))
     elif FORMAT == FP8:
         words = base.to(tl.pointer_type(tl.int32)) + (lane * token_stride // 4 + t * 8) + (rep * token_stride // 4 + part * 4)
         x = tl.load(words[:, None] + tl.arange(0, 4)[None, :])
@@ -68,6 +68,8 @@ def load_keys(base, limit, token_stride, FORMAT: tl.constexpr):
 @triton.jit
 def decode_keys(x, raw, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
     """Operand [128 dimensions in the order of labels, 128 keys]."""
+    if FORMAT == NVFP4:
+        raw = raw >> (tl.arange(0, PAGE * 4) % 2 * 16)  # rows of (rep, warp, g, t): the lane's half of its word
     tile = decoded_keys(x, raw, WARPS, PAGE // WARPS, FORMAT, ROUNDED)  # rep, warp, g, t, w, h, i1, i0
     # Turned around at once: `tl.trans` after it would send the tile through shared memory.
     return settle(tl.reshape(tl.permute(tile, [4, 6, 7, 3, 5, 0, 1, 2]), [128, PAGE]))

@@ -53,6 +53,7 @@ def score_kernel(
 ):
     """Scores of some tokens of a request and every n-th block; program (share of the blocks, request, tile of tokens)."""
     if has_ptx():
+        gdc_wait()
         gdc_launch_dependents()
     split, splits = tl.program_id(0), tl.num_programs(0)
     request = tl.program_id(1)
