@@ -23,7 +23,7 @@ from samebits.quant.adapter import Manifest
 from samebits.quant.profile import get_profile
 from samebits.rollout.server import SamebitsServer
 
-from .conftest import KV_BYTES, PROFILE, RANK, adapter, prompt
+from .conftest import PROFILE, RANK, SMALL, adapter, prompt, usual_options
 
 PROMPTS = [prompt(n, n) for n in (3, 130)]
 GREEDY = {"temperature": 0, "logprobs": True, "max_tokens": 5}
@@ -38,20 +38,9 @@ def server_of(folder: str) -> SamebitsServer:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             folder,
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            enforce_eager=True,
             enable_chunked_prefill=False,
-            enable_lora=True,
-            max_lora_rank=RANK,
-            max_loras=2,
-            kv_cache_memory_bytes=KV_BYTES,
-            enable_return_routed_experts=True,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="tests.support.sleeping_worker.SleepingWorker",
-            additional_config={"samebits": {"profile": PROFILE, "rank": RANK}},
+            **SMALL | {"max_num_seqs": 8},
+            **usual_options(PROFILE) | {"worker_extension_cls": "tests.support.sleeping_worker.SleepingWorker"},
         )
     )
     server = SamebitsServer.__new__(SamebitsServer)

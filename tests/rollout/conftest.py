@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,32 @@ from tests.support import random_m3
 RANK = 8
 KV_BYTES = 128 << 20
 PROFILE = "w4a16-fp32"
+SMALL = dict(
+    dtype="float32",
+    max_model_len=1024,
+    max_num_seqs=16,
+    max_num_batched_tokens=1024,
+    enforce_eager=True,
+    kv_cache_memory_bytes=KV_BYTES,
+)
+"""Options of an engine that is small enough for a CPU."""
+LARGE = dict(dtype="bfloat16", max_num_seqs=64, max_num_batched_tokens=8192)
+"""Of one on the kernels' wiring."""
+UNTUNED = {"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False, "enable_jit_warmup": False}
+"""`kernel_config` as recipes have it: without tuning and warming up kernels that this model does not call."""
+
+
+def usual_options(profile: str, rank: int = RANK, **more: str) -> dict:
+    """What every engine of the tests is asked for, as jobs do: adapters in two slots, routes, logprobs, our worker, our numerics."""
+    return dict(
+        enable_lora=True,
+        max_lora_rank=rank,
+        max_loras=2,
+        enable_return_routed_experts=True,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="samebits.rollout.worker.WorkerExtension",
+        additional_config={"samebits": {"profile": profile, "rank": rank, **more}},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -37,22 +64,8 @@ def start(checkpoint) -> Callable:
     def start(kv_cache: str = "auto", folder: Path = checkpoint, profile: str = PROFILE, **options):
         from vllm import LLM
 
-        usual = dict(
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=16,
-            max_num_batched_tokens=1024,
-            enforce_eager=True,
-            enable_lora=True,
-            max_lora_rank=RANK,
-            max_loras=2,
-            kv_cache_memory_bytes=KV_BYTES,
-            enable_return_routed_experts=True,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="samebits.rollout.worker.WorkerExtension",
-            additional_config={"samebits": {"profile": profile, "kv_cache": kv_cache, "rank": RANK}},
-        )
-        kept.append(Engine(LLM(str(folder), **(usual | options)), kv_cache, profile))
+        settings = SMALL | usual_options(profile, kv_cache=kv_cache) | options
+        kept.append(Engine(LLM(str(folder), **settings), kv_cache, profile))
         return kept[-1]
 
     return start
@@ -91,6 +104,17 @@ class Engine:
         held = Manifest.from_json(self.rpc("samebits_load_adapter", str(path), sent.to_json()))
         sent.require(held, "engine")
         return held
+
+    def close(self) -> None:
+        """End an engine on a GPU, so that the next one of the process can capture graphs."""
+        from vllm.platforms import current_platform
+
+        self.llm.llm_engine.engine_core.shutdown()
+        self.__dict__.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        # Of vLLM's process: the memory pool of graphs that are gone, in which torch captures no more.
+        type(current_platform)._global_graph_pool = None
 
     def clear(self) -> None:
         for i in self.rpc("list_loras"):

@@ -74,24 +74,16 @@ def _engine(folder: Path, cache: str, device: str, context: int):
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM
 
-    from tests.rollout.conftest import Engine
+    from tests.rollout.conftest import LARGE, UNTUNED, Engine, usual_options
 
     where = {"gpu_memory_utilization": 0.1} if device == "cuda" else {"kv_cache_memory_bytes": 256 << 20, "enforce_eager": True}
     llm = LLM(
         str(folder),
-        dtype="bfloat16",
         max_model_len=context,
-        max_num_seqs=64,
-        max_num_batched_tokens=8192,
-        enable_lora=True,
-        max_lora_rank=RANK,
-        max_loras=2,
-        enable_return_routed_experts=True,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="samebits.rollout.worker.WorkerExtension",
         kv_cache_dtype="nvfp4" if cache == "nvfp4" else "auto",
-        additional_config={"samebits": {"profile": "w4a16", "rank": RANK}},
-        kernel_config={"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False, "enable_jit_warmup": False},
+        kernel_config=UNTUNED,
+        **LARGE,
+        **usual_options("w4a16", RANK),
         **where,
     )
     return Engine(llm, cache, "w4a16")

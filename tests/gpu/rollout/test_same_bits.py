@@ -19,7 +19,7 @@ from samebits.quant.adapter import AdapterSpec, ModelShape
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import get_profile
 from samebits.quant.roles import LORA_ROLES
-from tests.rollout.conftest import Engine, same_bits
+from tests.rollout.conftest import LARGE, UNTUNED, Engine, same_bits, usual_options
 from tests.support import kv_formats, random_m3
 from tests.support.kv_formats import CACHES, RANK
 from tests.support.kv_formats import LONG as LENGTHS
@@ -41,39 +41,21 @@ def engine(request, folder):
     made = Engine(
         LLM(
             str(folder),
-            dtype="bfloat16",
             max_model_len=4096,
-            max_num_seqs=64,
-            max_num_batched_tokens=8192,
             gpu_memory_utilization=0.1,
-            enable_lora=True,
-            max_lora_rank=RANK,
-            max_loras=2,
             enable_prefix_caching=True,
-            enable_return_routed_experts=True,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="samebits.rollout.worker.WorkerExtension",
-            # Two ways to say it: our own key, and vLLM's.
+            # As recipes may say it, too: by vLLM's own key.
             kv_cache_dtype="nvfp4" if request.param == "nvfp4" else "auto",
-            additional_config={"samebits": {"profile": "w4a16", "rank": RANK}},
-            # As recipes have it: tuning and warming up of kernels that this model does not call.
-            kernel_config={"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False, "enable_jit_warmup": False},
+            kernel_config=UNTUNED,
+            **LARGE,
+            **usual_options("w4a16", RANK),
         ),
         request.param,
         "w4a16",
     )
     assert made.rpc("samebits_profile") == made.profile, "another cache than the one that was asked for"
     yield made
-    import gc
-
-    from vllm.platforms import current_platform
-
-    made.llm.llm_engine.engine_core.shutdown()
-    del made
-    gc.collect()
-    torch.cuda.empty_cache()
-    # Of vLLM's process: the memory pool of graphs that are gone, in which torch captures no more.
-    type(current_platform)._global_graph_pool = None
+    made.close()
 
 
 def adapter(seed: int) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from tests.rollout.conftest import Engine, same_bits
+from tests.rollout.conftest import LARGE, UNTUNED, Engine, same_bits, usual_options
 from tests.support import random_m3
 
 from .test_same_bits import RANK, SIZES, TOKENS, adapter, prompt
@@ -31,35 +31,19 @@ def engine(tmp_path_factory):
     made = Engine(
         LLM(
             str(random_m3.build(tmp_path_factory.mktemp("m3"), **SIZES)),
-            dtype="bfloat16",
             max_model_len=4096,
-            max_num_seqs=64,
-            max_num_batched_tokens=8192,
             gpu_memory_utilization=0.1,
             enable_sleep_mode=True,
-            enable_lora=True,
-            max_lora_rank=RANK,
-            max_loras=2,
-            enable_return_routed_experts=True,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="samebits.rollout.worker.WorkerExtension",
             kv_cache_dtype="nvfp4",
-            additional_config={"samebits": {"profile": "w4a16", "rank": RANK}},
-            kernel_config={"enable_flashinfer_autotune": False, "enable_cutedsl_warmup": False, "enable_jit_warmup": False},
+            kernel_config=UNTUNED,
+            **LARGE,
+            **usual_options("w4a16", RANK),
         ),
         "nvfp4",
         "w4a16",
     )
     yield made
-    import gc
-
-    from vllm.platforms import current_platform
-
-    made.llm.llm_engine.engine_core.shutdown()
-    del made
-    gc.collect()
-    torch.cuda.empty_cache()
-    type(current_platform)._global_graph_pool = None
+    made.close()
 
 
 def free() -> int:

@@ -24,7 +24,7 @@ from samebits.alignment_checks.weights import base_digests, verify_sync
 from samebits.quant.adapter import Manifest
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import get_profile
-from tests.rollout.conftest import Engine, same_bits
+from tests.rollout.conftest import LARGE, Engine, same_bits, usual_options
 from tests.support import random_m3
 
 from .test_same_bits import CACHES, LENGTHS, RANK, SIZES, TOKENS, adapter, prompt
@@ -46,19 +46,11 @@ def started(folder, kv_cache: str, world: int) -> Engine:
     made = Engine.__new__(Engine)
     made.llm = LLM(
         str(folder),
-        dtype="bfloat16",
         max_model_len=4096,
-        max_num_seqs=64,
-        max_num_batched_tokens=8192,
         gpu_memory_utilization=0.2,
-        enable_lora=True,
-        max_lora_rank=RANK,
-        max_loras=2,
-        enable_return_routed_experts=True,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="samebits.rollout.worker.WorkerExtension",
         tensor_parallel_size=world,
-        additional_config={"samebits": {"profile": "w4a16", "kv_cache": kv_cache, "rank": RANK}},
+        **LARGE,
+        **usual_options("w4a16", RANK, kv_cache=kv_cache),
     )
     made.profile = get_profile("w4a16", kv_cache).hash
     return made
