@@ -189,7 +189,8 @@ class Fault:
 
     kind: str | None = None
     """skip_sync: from `step` on, adapters are no longer sent. wrong_tensor: from `step` on, one bit of one tensor changes on its way to
-    the engine. oom: the trainer runs out of memory in the backward of step `step`: on a GPU it asks for twice what there is."""
+    the engine. oom: the trainer runs out of memory in the backward of step `step`: on a GPU it asks for twice what there is.
+    hang: the trainer waits in that backward until it is ended."""
     step: int = 1
     replica: int | None = None
     """Engine replica that skip_sync or wrong_tensor befalls; unset: all."""

@@ -41,7 +41,7 @@ _SIZES = (
 )
 SYNC_FAULTS = ("skip_sync", "wrong_tensor")
 """Faults on an adapter's way to an engine replica."""
-FAULTS = (*SYNC_FAULTS, "oom")
+FAULTS = (*SYNC_FAULTS, "oom", "hang")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,8 +220,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         batch = pack(micro_batch, self.replay)
         entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         out: M3Output = self.module(*batch, entropy=entropy)
-        if out.logprobs.requires_grad and _out_of_memory_at() == self.adapter_version + 1:
-            out.logprobs.register_hook(_run_out_of_memory)
+        if out.logprobs.requires_grad and (fault := injected_fault(self.adapter_version + 1)):
+            out.logprobs.register_hook(fault)
         offsets = micro_batch["input_ids"].offsets()
         model_output = {"log_probs": torch.nested.nested_tensor_from_jagged(out.logprobs, offsets)}
         if entropy:
@@ -305,10 +306,10 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         return self.module.export_adapter(), config
 
 
-def _out_of_memory_at() -> int | None:
-    """Step of a recipe's injected fault `oom`, in which backward runs out of memory; None without one."""
+def injected_fault(step: int) -> Callable[[Tensor], None] | None:
+    """What a recipe's injected fault does in the backward of `step`, given a gradient; None where it does nothing there."""
     fault = json.loads(os.environ.get("SAMEBITS_FAULT", "{}"))
-    return fault["step"] if fault.get("kind") == "oom" else None
+    return {"oom": _run_out_of_memory, "hang": _hang}.get(fault.get("kind")) if fault.get("step") == step else None
 
 
 def _run_out_of_memory(gradient: Tensor) -> None:
@@ -317,6 +318,11 @@ def _run_out_of_memory(gradient: Tensor) -> None:
         torch.empty(2 * torch.cuda.get_device_properties(gradient.device).total_memory, dtype=torch.uint8, device=gradient.device)
     wanted = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.12 GiB is free"
     raise torch.OutOfMemoryError(f"CUDA out of memory. {wanted} (injected fault oom).")
+
+
+def _hang(gradient: Tensor) -> None:
+    """Wait for good, as for a peer that is gone."""
+    threading.Event().wait()
 
 
 def pack_device(profile: NumericsProfile) -> torch.device | None:

@@ -208,13 +208,13 @@ def test_steps_after_a_traceback_keep_it_going(tmp_path):
     code = """
 import os, time
 print('Traceback (most recent call last)')
-for step in range(5):
-    time.sleep(0.5)
+for step in range(4):
+    time.sleep(1.6)
     print(step, file=open(os.environ['FOLDER'] + '/metrics.jsonl', 'a'))
 """
-    start(tmp_path, code, stalled=1.5)
+    start(tmp_path, code, stalled=5)
     (metrics,) = tmp_path.rglob("metrics.jsonl")
-    assert metrics.read_text().split() == list("01234")
+    assert metrics.read_text().split() == list("0123")
 
 
 # ----------------------------------------------------------------------------------------------------------------------- result

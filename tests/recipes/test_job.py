@@ -1,5 +1,6 @@
 """The whole job for real: verl, Ray, vLLM and the trainer on the shipped tiny model, a few steps each."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -43,6 +45,15 @@ def finish(run: Path, *extra: str) -> tuple[int, str]:
     process = start(run, *extra)
     status = process.wait(timeout=900)
     return status, (run.parent / f"{run.name}.log").read_text()
+
+
+def titles(processes: Iterable[psutil.Process]) -> dict[int, str]:
+    """Command lines by process id, of those that there still are."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -148,21 +159,29 @@ class Ends:
         history = self.run / HISTORY
         return sum(h["occasion"] == "preflight" for h in read_history(history)) if history.is_file() else 0
 
-    def ended_by(self, who: str | None, *extra: str) -> tuple[float, int, str, int]:
-        """Start, kill the process whose title holds `who` in the next step (None: the command itself); seconds, status, last line, pid."""
+    def ended_by(self, who: str | None) -> tuple[float, int, str, int]:
+        """Start, kill the process whose title begins with `who` (None: the command) in step 3; seconds, status, last line, pid."""
         before, resumed = self.preflights(), bool(self.kept)
-        process = start(self.run, *self.QUIET, *extra)
-        tree: dict[int, psutil.Process] = {}
-        deadline = time.time() + 900
-        while process.poll() is None and (self.preflights() <= before if resumed else self.last_step() < 2):
-            assert time.time() < deadline, self.log()[-3000:]
+        process = start(self.run, *self.QUIET, "fault.kind=hang", "fault.step=3")
+        try:
+            return self._ended_by(who, process, lambda: self.preflights() > before if resumed else self.last_step() == 2)
+        finally:
+            if process.poll() is None:  # or the next start finds the folder in use
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _ended_by(self, who: str | None, process: subprocess.Popen, begun: Callable[[], bool]) -> tuple[float, int, str, int]:
+        root, deadline = psutil.Process(process.pid), time.time() + 900
+        victim, tree = (process.pid if who is None else None), {}
+        while victim is None or not begun():
+            assert process.poll() is None, self.log()[-3000:]
+            assert time.time() < deadline, (titles(tree.values()), self.log()[-3000:])
             time.sleep(0.05)
-        assert process.poll() is None, self.log()[-3000:]
-        time.sleep(0.3)  # into the step
-        tree = {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
-        victim = process.pid
-        if who is not None:
-            (victim,) = (pid for pid, child in tree.items() if " ".join(child.cmdline()).startswith(who))
+            tree = {child.pid: child for child in root.children(recursive=True)}
+            if who is not None:
+                victim = next((pid for pid, title in titles(tree.values()).items() if title.startswith(who)), None)
+        time.sleep(3)  # into the step, which hangs: it is still the one after this, however slow the machine
+        tree |= {child.pid: child for child in root.children(recursive=True)}
         killed = time.time()
         os.kill(victim, signal.SIGKILL)
         status = process.wait(timeout=120)

@@ -72,11 +72,11 @@ def goes_on(run: Run, straight: list[dict]) -> None:
 )
 def test_a_killed_process_ends_the_job_in_one_line_and_the_same_command_goes_on(tmp_path, straight, title, says):
     run = Run(tmp_path / "run")
-    process = run.start()
+    process = run.start("fault.kind=hang", "fault.step=3")
     while process.poll() is None and not run.saved():
         time.sleep(0.05)
+    time.sleep(1)  # into the next step, which hangs
     assert process.poll() is None, run.last()
-    time.sleep(0.2)  # into the next step
     tree = psutil.Process(process.pid).children(recursive=True)
     (victim,) = (child for child in tree if " ".join(child.cmdline()).startswith(title))
     os.kill(victim.pid, signal.SIGKILL)
