@@ -186,7 +186,7 @@ class Ends:
         os.kill(victim, signal.SIGKILL)
         status = process.wait(timeout=120)
         seconds = time.time() - killed
-        _, alive = psutil.wait_procs(tree.values(), timeout=180)  # Ray's own processes follow a killed command one after the other
+        _, alive = psutil.wait_procs(tree.values(), timeout=400)  # Ray's agents look for their raylet every minute
         alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not alive, [(p.pid, p.name()) for p in alive]
         self.keep()
