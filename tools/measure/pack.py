@@ -36,7 +36,7 @@ from typing import Any, BinaryIO
 
 SCHEMA = "samebits.measure.pack/1"
 MANIFEST = "manifest.json"
-BLOCK = 4 << 20
+BLOCK = 1 << 20
 WORTH = 0.95
 """A block is kept compressed where it has at most this share of its bytes."""
 PRESET = 1
