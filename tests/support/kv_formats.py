@@ -161,15 +161,20 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """Of the command."""
+    made = argparse.ArgumentParser()
+    made.add_argument("model", nargs="*")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--tokens", type=int, default=24)
+    made.add_argument("--json", type=Path)
+    made.add_argument("--child", action="store_true")
+    return made
+
+
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="*")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", action="store_true")
-    options = parser.parse_args()
+    options = parser().parse_args()
     if options.child:
         child(json.loads(sys.stdin.read()))
         return

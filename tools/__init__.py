@@ -1,0 +1,1 @@
+"""Tools around the repository; nothing of samebits imports them."""
