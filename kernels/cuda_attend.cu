@@ -1,0 +1,575 @@
+// MSA attention over NVFP4 pages in decode, in one launch: `kernels.cuda_attend` compiles and launches this.
+//
+// A result has the bits of `triton_msa_attend`: the same MMA steps over the same labels in the same order, and the same operations on fp32,
+// none contracted. What differs is who does them.
+//
+// A warp makes the result of one chosen block: it waits for the block's keys, multiplies them with the queries of all heads, keeps the
+// weights in its registers, where they already lie as the second product wants them, waits for the values, and leaves maxima, sums and
+// weighted values in shared memory. The warps of a group of four blocks join these, and then all join the groups. UNIT is the number of
+// blocks, and warps, of a CTA; where it is less than TOPK the CTAs of a query are a cluster and read each other's shared memory.
+//
+// Keys and values of a block are 9216 contiguous bytes each and come by one bulk copy each, in the order in which they are needed, all of
+// them asked for at once: with UNIT = 16 those of the first SLOTS blocks; the last four blocks take the place of keys that were used.
+//
+// Set from outside: UNIT, GROUPS, HEADS, LSE, ROUNDED, TILES (n-tiles of scores that are worked on at a time), MIXED (how codes become bf16).
+// EMULATED is set where a C++ compiler for the host reads this, with the primitives below made of plain operations.
+
+#define TOPK 16
+#define GROUP 4
+#define DIM 128
+#define PAGE 128
+#define ROWS 16
+#define SUMS 8
+#define CTAS (TOPK / UNIT)
+#define THREADS (32 * UNIT)
+#define PLANE 9216 // bytes of the keys, or values, of a block
+#define CODES 8192 // of these
+#define SLOTS (UNIT < 12 ? UNIT : 12)
+#define QUERY (SLOTS * 2 * PLANE)
+#define BARRIERS (QUERY + ROWS * DIM * 2)
+#define SHARED_BYTES (BARRIERS + 16 * UNIT)
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifdef EMULATED
+#include "cuda_on_cpu.h"
+#else
+#define INLINE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
+
+INLINE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+INLINE void mma(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+INLINE u32 mul_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+INLINE u32 prmt(u32 a, u32 b, u32 selector) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+}
+
+// Products by a power of two that are meant as shifts, on another pipe than logic.
+INLINE u32 times(u32 a, u32 b) {
+    u32 d;
+    asm("mul.lo.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// (a & mask) | (b & ~mask)
+INLINE u32 either(u32 a, u32 b, u32 mask) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE2;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+    return d;
+}
+
+INLINE float exp2_flushed(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+INLINE float fma_flushed(float a, float b, float c) {
+    float d;
+    asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+    return d;
+}
+
+INLINE float larger(float a, float b) {
+    float d;
+    asm("max.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
+INLINE u32 bf16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+INLINE u32 e4m3x2(float low, float high) {
+    u16 d;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+INLINE float bits_to_float(u32 x) { return __uint_as_float(x); }
+INLINE u32 float_to_bits(float x) { return __float_as_uint(x); }
+INLINE float product(float a, float b) { return __fmul_rn(a, b); }
+INLINE float sum(float a, float b) { return __fadd_rn(a, b); }
+INLINE float difference(float a, float b) { return __fsub_rn(a, b); }
+INLINE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+INLINE float quotient(float a, float b) { return __fdiv_rn(a, b); }
+INLINE float exchanged(float x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); }
+INLINE int of_lane(int x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+INLINE u32 lanes_with(bool x) { return __ballot_sync(0xFFFFFFFFu, x); }
+INLINE int ones(u32 x) { return __popc(x); }
+INLINE void warp_sync() { __syncwarp(); }
+INLINE void block_sync() { __syncthreads(); }
+INLINE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+INLINE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+INLINE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What a CTA of the cluster has at the place of `p`.
+INLINE float remote_float(const void* p, int rank) {
+    float x;
+    asm volatile("{\n\t.reg .b32 at;\n\tmapa.shared::cluster.u32 at, %1, %2;\n\tld.shared::cluster.f32 %0, [at];\n\t}"
+                 : "=f"(x) : "r"(address(p)), "r"(rank) : "memory");
+    return x;
+}
+
+INLINE float4 remote_float4(const void* p, int rank) {
+    float4 x;
+    asm volatile("{\n\t.reg .b32 at;\n\tmapa.shared::cluster.u32 at, %4, %5;\n\tld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [at];\n\t}"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address(p)), "r"(rank) : "memory");
+    return x;
+}
+
+INLINE void barrier_init(u64* barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier)) : "memory"); }
+
+// Barriers that were made, and bytes that were read, are seen by the copies that follow.
+INLINE void copies_see() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Contiguous bytes to shared memory; `barrier` opens when they are there. They are read once: other things should stay in L2.
+INLINE void copy_plane(void* to, const void* from, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "n"(PLANE) : "memory");
+    asm volatile(
+        "{\n\t.reg .b64 policy;\n\tcreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n\t}" ::
+            "r"(address(to)), "l"(from), "n"(PLANE), "r"(address(barrier)) : "memory");
+}
+
+INLINE void wait_for(u64* barrier) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tagain:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n\t@done bra.uni over;\n\tbra.uni again;\n\tover:\n\t}" ::
+            "r"(address(barrier)) : "memory");
+}
+
+INLINE void after_the_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+INLINE char* shared_memory() {
+    extern __shared__ __align__(128) char memory[];
+    return memory;
+}
+#endif
+
+#define MINUS_INFINITY bits_to_float(0xFF800000u)
+
+// Bits 4 to 11 of E4M3 scales in both halves to bf16 values times 2^119.
+INLINE u32 scale_values(u32 bits) { return mul_bf16x2(mul_bf16x2(bits, 0x7B807B80u), 0x7B007B00u); }
+
+// bf16 values * 2^-7, read as E4M3: as values * 2^-7 again.
+INLINE u32 rounded(u32 x) {
+    u32 e = e4m3x2(product(bits_to_float(x << 16), 128.0f), product(bits_to_float(x & 0xFFFF0000u), 128.0f));
+    e = prmt(e, 0, 0x1404); // the bytes as the high ones of halves
+    return mul_bf16x2((e & 0x80008000u) | ((e >> 4) & 0x07F007F0u), 0x78007800u);
+}
+
+// Eight E2M1 codes under the scales of both halves: (code i, code i + 4) * 2^-7 each.
+INLINE void decode(u32 x, u32 scales, u32 (&out)[4]) {
+    const u32 places = 0x81C081C0u;
+#if MIXED
+    u32 low = x >> 6, signs = x & 0x80808080u;
+    out[0] = times(x & 0x000F000Fu, 0x1040) & places;
+    out[1] = either(times(x, 4), times(signs, 256), 0x01C001C0u);
+    out[2] = times(low & 0x003C003Cu, 0x410) & places;
+    out[3] = either(low, signs, 0x01C001C0u);
+#else
+    u32 high = x >> 8;
+    out[0] = times(x & 0x000F000Fu, 0x1040) & places;
+    out[1] = times(x & 0x00F000F0u, 0x104) & places;
+    out[2] = times(high & 0x000F000Fu, 0x1040) & places;
+    out[3] = times(high & 0x00F000F0u, 0x104) & places;
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[i] = mul_bf16x2(out[i], scales);
+        if (ROUNDED) out[i] = rounded(out[i]);
+    }
+}
+
+// Scale bytes without signs, and 0 for NaN where values are read as E4M3.
+INLINE u32 scale_bytes(u32 x) {
+    x &= 0x7F7F7F7Fu;
+    if (ROUNDED) x &= ~(times((x + 0x01010101u) >> 7 & 0x01010101u, 0xFF));
+    return x;
+}
+
+INLINE float finite(float x) { return x == MINUS_INFINITY ? 0.0f : x; }
+
+struct Shares {
+    float top, own, other;
+};
+
+// Two sets of keys as one: the new maximum, and what the sums and values of both are multiplied by.
+INLINE Shares shares_of(float top, float other_top) {
+    Shares s;
+    s.top = larger(top, other_top);
+    s.own = exp2_flushed(difference(top, finite(s.top)));
+    s.other = exp2_flushed(difference(other_top, finite(s.top)));
+    return s;
+}
+
+INLINE float joined(const Shares& s, float own, float other) { return sum(product(own, s.own), product(other, s.other)); }
+
+INLINE void join(const Shares& s, float4& own, const float4& other) {
+    own.x = joined(s, own.x, other.x);
+    own.y = joined(s, own.y, other.y);
+    own.z = joined(s, own.z, other.z);
+    own.w = joined(s, own.w, other.w);
+}
+
+// log2 of a positive number: Triton's, which is libdevice's.
+INLINE float log2_of(float x) {
+    bool small = x < bits_to_float(0x00800000u);
+    if (small) x = product(x, bits_to_float(0x4B000000u));
+    u32 bits = float_to_bits(x), exponent = (bits - 1060439283u) & 0xFF800000u;
+    float e = fma_flushed((float)(int)exponent, bits_to_float(0x34000000u), small ? -23.0f : 0.0f);
+    float f = sum(bits_to_float(bits - exponent), -1.0f);
+    float p = fma_flushed(bits_to_float(0x3DC6B27Fu), f, bits_to_float(0xBE2C7F30u));
+    p = fma_flushed(p, f, bits_to_float(0x3E2FCF2Au));
+    p = fma_flushed(p, f, bits_to_float(0xBE374E43u));
+    p = fma_flushed(p, f, bits_to_float(0x3E520BF4u));
+    p = fma_flushed(p, f, bits_to_float(0xBE763C8Bu));
+    p = fma_flushed(p, f, bits_to_float(0x3E93BF99u));
+    p = fma_flushed(p, f, bits_to_float(0xBEB8AA49u));
+    p = fma_flushed(p, f, bits_to_float(0x3EF6384Au));
+    p = fma_flushed(p, f, bits_to_float(0xBF38AA3Bu));
+    p = product(f, product(f, p));
+    p = sum(e, fma_flushed(f, bits_to_float(0x3FB8AA3Bu), p));
+    return bits < 0x7F800000u ? p : fma_flushed(x, bits_to_float(0x7F800000u), bits_to_float(0x7F800000u));
+}
+
+// Places of the last four blocks of 16, whose keys and values lie where the keys of other blocks were.
+INLINE char* keys_of(char* shared, int i) { return shared + (i < SLOTS ? i : i - SLOTS) * 2 * PLANE; }
+INLINE char* values_of(char* shared, int i) { return i < SLOTS ? shared + i * 2 * PLANE + PLANE : shared + (i - SLOTS + 4) * 2 * PLANE; }
+
+// A result lies where the values were: [16 heads][32 pieces of 4 dimensions], 16 maxima, [16][8] sums. Pieces are shuffled among the eight
+// of their 128 bytes, so that those who write and those who read use all banks.
+INLINE int piece_at(int head, int piece) { return head * 512 + (piece >> 3) * 128 + ((piece & 7) ^ ((head & 1) * 4 + (piece >> 3))) * 16; }
+INLINE int top_at(int head) { return CODES + 4 * head; }
+INLINE int sum_at(int head, int i) { return CODES + 64 + 4 * (SUMS * head + i); }
+
+// Scores of a block: `s[n-tile]` as the MMA leaves them.
+INLINE void multiply_keys(const char* keys, const char* query, int lane, float (&s)[16][4]) {
+    int g = lane >> 2, t = lane & 3;
+    const char* codes_at = keys + ((g >> 1) * 4 + (g & 1)) * 64 + t * 16;
+    const char* scales_at = keys + CODES + ((g >> 1) * 4 + (g & 1)) * 8 + t * 2;
+#pragma unroll
+    for (int tile = 0; tile < 16; tile++) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
+#pragma unroll
+    for (int first = 0; first < 16; first += TILES) {
+        uint4 codes[TILES];
+        u32 scales[TILES][2];
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+            int key = (first + j) / 2 * 16 + (first + j) % 2 * 2; // of the lane's first column
+            codes[j] = *(const uint4*)(codes_at + key * 64);
+            u32 raw = scale_bytes(*(const u16*)(scales_at + key * 8));
+            raw = scale_values(times(raw, 0x1010) & 0x07F007F0u);
+            scales[j][0] = prmt(raw, raw, 0x1010);
+            scales[j][1] = prmt(raw, raw, 0x3232);
+        }
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            const uint4 even = *(const uint4*)(query + (w * 64 + lane) * 16), odd = *(const uint4*)(query + (w * 64 + 32 + lane) * 16);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                u32 b[4];
+                decode(w == 0 ? codes[j].x : w == 1 ? codes[j].y : w == 2 ? codes[j].z : codes[j].w, scales[j][w / 2], b);
+                mma(s[first + j], even, b[0], b[1]);
+                mma(s[first + j], odd, b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Weighted values of a block; column c of n-tile n is dimension 16 c + n.
+INLINE void multiply_values(const char* values, const uint4 (&weights)[8], int lane, float (&o)[16][4]) {
+    int g = lane >> 2, t = lane & 3;
+    // Of two neighbouring keys, lanes with an odd t read the other one first: they lie in the other half of the banks.
+    const char* first_at = values + t * 256 + (t & 1) * 64 + g * 8;
+    const char* second_at = values + t * 256 + (1 - (t & 1)) * 64 + g * 8;
+    const char* scales_at = values + CODES + t * 32 + g * 4;
+    u32 low = t & 1 ? 0x1054 : 0x5410, high = t & 1 ? 0x3276 : 0x7632;
+#pragma unroll
+    for (int n = 0; n < 16; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+        const uint2 a = *(const uint2*)(first_at + step * 1024), b = *(const uint2*)(second_at + step * 1024);
+        const uint2 c = *(const uint2*)(first_at + step * 1024 + 128), d = *(const uint2*)(second_at + step * 1024 + 128);
+        u32 raw = scale_bytes(*(const u32*)(scales_at + step * 128));
+        u32 ab = scale_values(times(prmt(raw, 0, 0x4140), 16)), cd = scale_values(times(prmt(raw, 0, 0x4342), 16));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 x[4], y[4], selector = j % 2 ? high : low;
+            decode(prmt(j < 2 ? a.x : a.y, j < 2 ? b.x : b.y, selector), ab, x);
+            decode(prmt(j < 2 ? c.x : c.y, j < 2 ? d.x : d.y, selector), cd, y);
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma(o[4 * j + i], weights[step], x[i], y[i]);
+        }
+    }
+}
+
+struct State {
+    float top[2], even[2], odd[2]; // of heads g and g + 8: maximum; sums 't' and '4 + t'
+};
+
+// Scores to weights as the second product wants them.
+INLINE State weigh(float (&s)[16][4], float factor, uint4 (&weights)[8]) {
+    State state;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float top = larger(s[0][2 * half], s[0][2 * half + 1]);
+#pragma unroll
+        for (int tile = 1; tile < 16; tile++) top = larger(top, larger(s[tile][2 * half], s[tile][2 * half + 1]));
+        top = larger(top, exchanged(top, 2));
+        top = larger(top, exchanged(top, 1));
+        top = product(top, factor);
+        float origin = -finite(top), pairs[16];
+#pragma unroll
+        for (int tile = 0; tile < 16; tile++) {
+            float x = exp2_flushed(fused(s[tile][2 * half], factor, origin));
+            float y = exp2_flushed(fused(s[tile][2 * half + 1], factor, origin));
+            pairs[tile] = sum(x, y);
+            u32 both = mul_bf16x2(bf16x2(x, y), 0x43004300u); // times 2^7, which the values lack
+            if (tile % 2 == 0 && half == 0) weights[tile / 2].x = both;
+            if (tile % 2 == 0 && half == 1) weights[tile / 2].y = both;
+            if (tile % 2 == 1 && half == 0) weights[tile / 2].z = both;
+            if (tile % 2 == 1 && half == 1) weights[tile / 2].w = both;
+        }
+        float quarter[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) quarter[odd][i] = sum(pairs[4 * i + odd], pairs[4 * i + 2 + odd]);
+        state.top[half] = top;
+        state.even[half] = sum(sum(quarter[0][0], quarter[0][1]), sum(quarter[0][2], quarter[0][3]));
+        state.odd[half] = sum(sum(quarter[1][0], quarter[1][1]), sum(quarter[1][2], quarter[1][3]));
+    }
+    return state;
+}
+
+INLINE void store_result(char* result, int lane, const State& state, const float (&o)[16][4]) {
+    int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int head = g + 8 * half;
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int column = 0; column < 2; column++) {
+                int i = 2 * half + column;
+                float4 piece = make_float4(o[4 * m][i], o[4 * m + 1][i], o[4 * m + 2][i], o[4 * m + 3][i]);
+                *(float4*)(result + piece_at(head, 8 * t + 4 * column + m)) = piece;
+            }
+        if (t == 0) *(float*)(result + top_at(head)) = state.top[half];
+        *(float*)(result + sum_at(head, t)) = state.even[half];
+        *(float*)(result + sum_at(head, 4 + t)) = state.odd[half];
+    }
+}
+
+// Results of a group's blocks `first` to `end` - 1 as one, in the place of the first: four heads by a warp.
+INLINE void join_group(char* shared, int first, int end, int warp, int lane) {
+    int head = warp % 4 * 4 + lane / 8, part = lane % 8;
+    float top = MINUS_INFINITY, sums = 0.0f;
+    float4 values[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) values[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = first; i < end; i++) {
+        const char* result = values_of(shared, i);
+        const Shares s = shares_of(top, *(const float*)(result + top_at(head)));
+        top = s.top;
+        sums = joined(s, sums, *(const float*)(result + sum_at(head, part)));
+#pragma unroll
+        for (int k = 0; k < 4; k++) join(s, values[k], *(const float4*)(result + piece_at(head, 8 * k + part)));
+    }
+    warp_sync();
+    char* result = values_of(shared, first);
+#pragma unroll
+    for (int k = 0; k < 4; k++) *(float4*)(result + piece_at(head, 8 * k + part)) = values[k];
+    if (part == 0) *(float*)(result + top_at(head)) = top;
+    *(float*)(result + sum_at(head, part)) = sums;
+}
+
+struct Result {
+    float top, sums;
+    float4 values;
+};
+
+INLINE void add(Result& to, float top, float sums, const float4& values) {
+    const Shares s = shares_of(to.top, top);
+    to.top = s.top;
+    to.sums = joined(s, to.sums, sums);
+    join(s, to.values, values);
+}
+
+INLINE Result nothing() {
+    Result r;
+    r.top = MINUS_INFINITY;
+    r.sums = 0.0f;
+    r.values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return r;
+}
+
+// Adds the result of block `i` of the query, in whichever CTA it lies, to `to`; lanes have a piece each.
+INLINE void add_block(Result& to, char* shared, int i, int head, int lane) {
+    const char* result = values_of(shared, i % UNIT);
+    const char* top = result + top_at(head);
+    const char* sums = result + sum_at(head, lane % 8);
+    const char* piece = result + piece_at(head, lane);
+    if (CTAS == 1)
+        add(to, *(const float*)top, *(const float*)sums, *(const float4*)piece);
+    else
+        add(to, remote_float(top, i / UNIT), remote_float(sums, i / UNIT), remote_float4(piece, i / UNIT));
+}
+
+KERNEL attend(
+    const u16* query, // bf16 [T, GROUPS * HEADS, 128]
+    const u8* pages,
+    const int* table,    // [R, table_stride] page of each block of a request
+    const int* request,  // [T]
+    const int* position, // [T], -1 for padding
+    const int* chosen,   // [T, GROUPS, TOPK] blocks, then -1
+    u16* out,            // bf16 [T, GROUPS * HEADS, 128]
+    float* lse,          // [T, GROUPS * HEADS]: log2 of the softmax's sum, of scores in powers of two
+    i64 page_stride, i64 table_stride,
+    float factor // softmax scale * log2(e) * 128
+) {
+    char* shared = shared_memory();
+    u64* barriers = (u64*)(shared + BARRIERS); // keys, then values, of each block of the CTA
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = blockIdx.x % CTAS, first = rank * UNIT;
+    const i64 row = blockIdx.x / CTAS;
+    if (warp == 0) {
+        for (int i = lane; i < 2 * UNIT; i += 32) barrier_init(barriers + i);
+        copies_see();
+        warp_sync();
+    }
+    after_the_kernel_before();
+
+    const int block_of_lane = chosen[row * TOPK + lane % TOPK];
+    const int limit_of_all = position[row / GROUPS] + 1;
+    const i64 request_of_row = request[row / GROUPS];
+    const int places = ones(lanes_with(block_of_lane >= 0) & 0xFFFF);
+    const int count = places - first < 0 ? 0 : places - first < UNIT ? places - first : UNIT; // of the CTA
+    const int page = block_of_lane >= 0 ? table[request_of_row * table_stride + block_of_lane] : 0;
+    const u8* head_pages = pages + row % GROUPS * 2 * PLANE;
+    if (warp == 0) {
+        const int i = lane - first; // lane l has block l of the query
+#pragma unroll
+        for (int stage = 0; stage < (SLOTS + 3) / 4; stage++)
+            if (i >= 0 && i / 4 == stage && i < count && i < SLOTS) {
+                const u8* keys = head_pages + page * page_stride;
+                copy_plane(keys_of(shared, i), keys, barriers + i);
+                copy_plane(values_of(shared, i), keys + PLANE, barriers + UNIT + i);
+            }
+    }
+    // Queries as the MMAs want them: [step][lane] 16 bytes.
+    for (int i = threadIdx.x; i < ROWS * 16; i += THREADS) {
+        const int head = i / 16, t = i % 16 / 4, w = i % 4;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (head < HEADS) x = *(const uint4*)(query + (row * HEADS + head) * DIM + t * 32 + w * 8);
+        u32* to = (u32*)(shared + QUERY) + (w * 64 + head % 8 * 4 + t) * 4 + head / 8;
+        to[0] = prmt(x.x, x.z, 0x5410);
+        to[2] = prmt(x.x, x.z, 0x7632);
+        to[128] = prmt(x.y, x.w, 0x5410);
+        to[130] = prmt(x.y, x.w, 0x7632);
+    }
+    block_sync();
+
+    if (warp < count) {
+        const int block = of_lane(block_of_lane, first + warp), limit = limit_of_all - block * PAGE;
+        if (UNIT > SLOTS && warp >= SLOTS) {
+            const u8* keys = head_pages + of_lane(page, warp) * page_stride;
+            named_sync(1 + warp - SLOTS, 64);
+            if (lane == 0) {
+                copies_see();
+                copy_plane(keys_of(shared, warp), keys, barriers + warp);
+            }
+            named_sync(5 + warp - SLOTS, 64);
+            if (lane == 0) {
+                copies_see();
+                copy_plane(values_of(shared, warp), keys + PLANE, barriers + UNIT + warp);
+            }
+            warp_sync();
+        }
+        float s[16][4];
+        wait_for(barriers + warp);
+        multiply_keys(keys_of(shared, warp), shared + QUERY, lane, s);
+        if (UNIT > SLOTS && warp < 8 && SLOTS + warp % 4 < count) named_arrive(1 + warp, 64); // its keys were read
+        if (limit < PAGE) {
+            const int t = lane & 3;
+#pragma unroll
+            for (int tile = 0; tile < 16; tile++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (tile / 2 * 16 + t * 4 + tile % 2 * 2 + i % 2 >= limit) s[tile][i] = MINUS_INFINITY;
+        }
+        uint4 weights[8];
+        const State state = weigh(s, factor, weights);
+        float o[16][4];
+        wait_for(barriers + UNIT + warp);
+        multiply_values(values_of(shared, warp), weights, lane, o);
+        warp_sync();
+        store_result(values_of(shared, warp), lane, state, o);
+    }
+
+    if (UNIT >= GROUP) {
+        const int group = warp / GROUP * GROUP;
+        if (UNIT == GROUP)
+            block_sync();
+        else
+            named_sync(9 + group / GROUP, 32 * GROUP);
+        if (group < count) join_group(shared, group, group + GROUP < count ? group + GROUP : count, warp, lane);
+    }
+    if (CTAS == 1)
+        block_sync();
+    else
+        cluster_sync();
+    for (int head = rank * (ROWS / CTAS) + warp; head < (rank + 1) * (ROWS / CTAS); head += UNIT) {
+        Result all = nothing();
+        for (int group = 0; group < places; group += GROUP)
+            if (UNIT >= GROUP)
+                add_block(all, shared, group, head, lane);
+            else {
+                Result part = nothing();
+                for (int i = group; i < (group + GROUP < places ? group + GROUP : places); i++) add_block(part, shared, i, head, lane);
+                add(all, part.top, part.sums, part.values);
+            }
+        float total = all.sums; // of neighbours first
+        total = sum(total, exchanged(total, 1));
+        total = sum(total, exchanged(total, 2));
+        total = sum(total, exchanged(total, 4));
+        const float divisor = total > 0.0f ? total : 1.0f, inverse = quotient(1.0f, divisor);
+        uint2 packed; // + 0.0 makes 0.0 of -0.0
+        packed.x = bf16x2(sum(product(all.values.x, inverse), 0.0f), sum(product(all.values.y, inverse), 0.0f));
+        packed.y = bf16x2(sum(product(all.values.z, inverse), 0.0f), sum(product(all.values.w, inverse), 0.0f));
+        if (head < HEADS) {
+            *(uint2*)(out + (row * HEADS + head) * DIM + lane * 4) = packed;
+            if (LSE && lane == 0) lse[row * HEADS + head] = total > 0.0f ? sum(all.top, log2_of(divisor)) : MINUS_INFINITY;
+        }
+    }
+    if (CTAS > 1) cluster_sync(); // others may still read
+}
