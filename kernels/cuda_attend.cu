@@ -151,16 +151,16 @@ INLINE void copies_see() {
 INLINE void copy_plane(void* to, const void* from, u64* barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "n"(PLANE) : "memory");
     asm volatile(
-        "{\n\t.reg .b64 policy;\n\tcreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n\t}" ::
-            "r"(address(to)), "l"(from), "n"(PLANE), "r"(address(barrier)) : "memory");
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(address(to)), "l"(from), "n"(PLANE), "r"(address(barrier)), "l"(0x12F0000000000000ull) : "memory"); // evict first
 }
 
 INLINE void wait_for(u64* barrier) {
     asm volatile(
         "{\n\t.reg .pred done;\n\tagain:\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n\t@done bra.uni over;\n\tbra.uni again;\n\tover:\n\t}" ::
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n\t@done bra over;\n\tbra again;\n\tover:\n\t}" ::
             "r"(address(barrier)) : "memory");
+    __syncwarp();
 }
 
 INLINE void after_the_kernel_before() {
@@ -264,6 +264,9 @@ INLINE float log2_of(float x) {
 // Places of the last four blocks of 16, whose keys and values lie where the keys of other blocks were.
 INLINE char* keys_of(char* shared, int i) { return shared + (i < SLOTS ? i : i - SLOTS) * 2 * PLANE; }
 INLINE char* values_of(char* shared, int i) { return i < SLOTS ? shared + i * 2 * PLANE + PLANE : shared + (i - SLOTS + 4) * 2 * PLANE; }
+
+// Whether block `i` has its values asked for after the keys of block `i` + 4, so that what comes last are values alone.
+INLINE bool asked_late(int i, int count) { return UNIT > SLOTS && i >= SLOTS - GROUP && i + GROUP < count; }
 
 // A result lies where the values were: [16 heads][32 pieces of 4 dimensions], 16 maxima, [16][8] sums. Pieces are shuffled among the eight
 // of their 128 bytes, so that those who write and those who read use all banks.
@@ -483,7 +486,7 @@ KERNEL attend(
             if (i >= 0 && i / 4 == stage && i < count && i < SLOTS) {
                 const u8* keys = head_pages + page * page_stride;
                 copy_plane(keys_of(shared, i), keys, barriers + i);
-                copy_plane(values_of(shared, i), keys + PLANE, barriers + UNIT + i);
+                if (!asked_late(i, count)) copy_plane(values_of(shared, i), keys + PLANE, barriers + UNIT + i);
             }
     }
     // Queries as the MMAs want them: [step][lane] 16 bytes.
@@ -503,10 +506,12 @@ KERNEL attend(
         const int block = of_lane(block_of_lane, first + warp), limit = limit_of_all - block * PAGE;
         if (UNIT > SLOTS && warp >= SLOTS) {
             const u8* keys = head_pages + of_lane(page, warp) * page_stride;
+            const u8* before = head_pages + of_lane(page, warp - GROUP) * page_stride;
             named_sync(1 + warp - SLOTS, 64);
             if (lane == 0) {
                 copies_see();
                 copy_plane(keys_of(shared, warp), keys, barriers + warp);
+                copy_plane(values_of(shared, warp - GROUP), before + PLANE, barriers + UNIT + warp - GROUP);
             }
             named_sync(5 + warp - SLOTS, 64);
             if (lane == 0) {

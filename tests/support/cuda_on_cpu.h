@@ -3,6 +3,8 @@
 // Whatever waits (barriers, votes, shuffles, MMAs) hands over to another fiber, in an order that is drawn anew in every round, so that a
 // missing barrier shows. A bulk copy leaves rubbish where its bytes will be, until somebody waits for it; so does shared memory that
 // nobody wrote. An MMA sums in double and rounds once: bits are those of the hardware where sums are exact.
+#undef _FORTIFY_SOURCE // jumps between stacks
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -46,13 +48,13 @@ struct Cta {
     std::map<u64*, Copy> copies;
 };
 
-struct Fiber { ucontext_t context; std::vector<char> stack; int cta, thread; bool done; };
+struct Fiber { ucontext_t start; jmp_buf here; std::vector<char> stack; int cta, thread; bool started, done; };
 
 static std::vector<Cta> ctas;
 static std::vector<Fiber> fibers;
 static Meeting whole_cluster;
 static Fiber* me;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static long events;
 
 [[noreturn]] static void fail(const char* what) {
@@ -62,7 +64,15 @@ static long events;
 
 static Cta& cta() { return ctas[me->cta]; }
 static int lane_of() { return me->thread % 32; }
-static void hand_over() { swapcontext(&me->context, &scheduler); }
+
+static void hand_over() {
+    if (!_setjmp(me->here)) _longjmp(scheduler, 1);
+}
+
+[[noreturn]] static void finish() {
+    me->done = true;
+    _longjmp(scheduler, 1);
+}
 
 static void arrive(Meeting& m, int threads) {
     events++;
@@ -241,11 +251,11 @@ static void run_cluster(int first, unsigned seed, void (*body)()) {
         f.cta = i / THREADS;
         f.thread = i % THREADS;
         f.done = false;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.data();
-        f.context.uc_stack.ss_size = f.stack.size();
-        f.context.uc_link = &scheduler;
-        makecontext(&f.context, body, 0);
+        f.started = false;
+        getcontext(&f.start);
+        f.start.uc_stack.ss_sp = f.stack.data();
+        f.start.uc_stack.ss_size = f.stack.size();
+        makecontext(&f.start, body, 0);
     }
     std::vector<int> order(CTAS * THREADS / 32); // warps come in any order; the lanes of one after the other
     for (size_t i = 0; i < order.size(); i++) order[i] = i;
@@ -254,13 +264,17 @@ static void run_cluster(int first, unsigned seed, void (*body)()) {
         std::shuffle(order.begin(), order.end(), random);
         for (int warp : order)
             for (int lane = 0; lane < 32; lane++) {
-                Fiber& f = fibers[warp * 32 + lane];
-                if (f.done) continue;
-                me = &f;
+                me = &fibers[warp * 32 + lane];
+                if (me->done) continue;
+                Fiber& f = *me;
                 threadIdx.x = f.thread;
                 blockIdx.x = first + f.cta;
-                swapcontext(&scheduler, &f.context);
-                if (f.done) left--, events++;
+                if (!_setjmp(scheduler)) { // comes back when the fiber hands over
+                    if (f.started) _longjmp(f.here, 1);
+                    f.started = true;
+                    setcontext(&f.start);
+                }
+                if (me->done) left--, events++;
             }
         if (before == events && left) fail("nobody goes on");
     }

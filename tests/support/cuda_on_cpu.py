@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -20,29 +21,29 @@ COMPILER = shutil.which("g++")
 
 
 @contextlib.contextmanager
-def on_cpu(seed: int = 0, source: str | None = None) -> Iterator[None]:
-    """Inside, launches of `cuda_attend` run here. `seed`: of the order in which warps come. `source`: text in place of the kernel's."""
+def on_cpu(seed: int = 0) -> Iterator[None]:
+    """Inside, launches of `cuda_attend` run here. `seed`: of the order in which warps come."""
+
+    def launch(constants: cuda_attend.Constants, blocks: int, arguments: list[Any], device: torch.device) -> None:
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
+        shared = library(constants).launch(blocks, seed, addresses)
+        if shared != constants.shared:
+            raise AssertionError(f"the kernel wants {shared} bytes of shared memory and is launched with {constants.shared}")
+
+    real, cuda_attend.launch = cuda_attend.launch, launch
+    try:
+        yield
+    finally:
+        cuda_attend.launch = real
+
+
+@functools.cache
+def library(constants: cuda_attend.Constants) -> ctypes.CDLL:
+    """The kernel, compiled for the CPU."""
+    command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{cuda_attend.SOURCE.parent}", f"-I{HERE}"]
     with tempfile.TemporaryDirectory() as folder:
-        libraries: dict[cuda_attend.Constants, ctypes.CDLL] = {}
-        (Path(folder) / "cuda_attend.cu").write_text(cuda_attend.SOURCE.read_text() if source is None else source)
-
-        def launch(constants: cuda_attend.Constants, blocks: int, arguments: list[Any], device: torch.device) -> None:
-            if constants not in libraries:
-                libraries[constants] = _built(Path(folder), constants, len(libraries))
-            addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
-            shared = libraries[constants].launch(blocks, seed, addresses)
-            if shared != constants.shared:
-                raise AssertionError(f"the kernel wants {shared} bytes of shared memory and is launched with {constants.shared}")
-
-        real, cuda_attend.launch = cuda_attend.launch, launch
-        try:
-            yield
-        finally:
-            cuda_attend.launch = real
-
-
-def _built(folder: Path, constants: cuda_attend.Constants, number: int) -> ctypes.CDLL:
-    library = folder / f"attend{number}.so"
-    command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{folder}", f"-I{HERE}"]
-    subprocess.run([*command, *constants.definitions(), str(HERE / "cuda_on_cpu.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+        made = Path(folder) / "attend.so"
+        subprocess.run([*command, *constants.definitions(), str(HERE / "cuda_on_cpu.cpp"), "-o", str(made)], check=True)
+        found = ctypes.CDLL(str(made))
+    found.log2_alone.restype, found.log2_alone.argtypes = ctypes.c_float, [ctypes.c_float]
+    return found
