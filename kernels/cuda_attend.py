@@ -144,8 +144,12 @@ def _check(q: Tensor, cache: Pages, chosen: Tensor, batch: Batch, variant: Varia
         "pages must be contiguous in themselves": data.stride()[1:] == (PLANE, PLANE // BLOCK, 1),
         "pages must lie at multiples of 16 bytes": data.data_ptr() % 16 == 0 and data.stride(0) % 16 == 0,
         "queries must lie at a multiple of 16 bytes": q.data_ptr() % 16 == 0,
-        "the table must be int32 [R, blocks], blocks side by side": table.dim() == 2 and table.dtype is torch.int32 and table.stride(1) == 1,
-        "request and position must be int32 [T]": all(x.shape == (tokens,) and x.dtype is torch.int32 for x in (batch.request, batch.position)),
+        "the table must be int32 [R, blocks], blocks side by side": table.dim() == 2
+        and table.dtype is torch.int32
+        and table.stride(1) == 1,
+        "request and position must be int32 [T]": all(
+            x.shape == (tokens,) and x.dtype is torch.int32 for x in (batch.request, batch.position)
+        ),
         f"unit must be one of {UNITS}": variant.unit is None or variant.unit in UNITS,
         f"tiles must be one of {TILES}": variant.tiles in TILES,
     }

@@ -1,7 +1,7 @@
-"""The CUDA kernel on the CPU against the Triton kernels in the interpreter: `TRITON_INTERPRET=1 python -m tests.kernels.interpret_cuda_attend`.
+"""The CUDA kernel on the CPU against the Triton kernels in the interpreter.
 
-Over cases whose sums are exact (`cuda_attend_cases`), since neither adds as a tensor core does: equal bits then mean equal addresses,
-labels, masks, and the same joins of blocks in the same order.
+`TRITON_INTERPRET=1 python -m tests.kernels.interpret_cuda_attend`. Over cases whose sums are exact (`cuda_attend_cases`), since neither
+adds as a tensor core does: equal bits then mean equal addresses, labels, masks, and the same joins of blocks in the same order.
 """
 
 from __future__ import annotations

@@ -153,22 +153,22 @@ class Driver(ModuleType):
         status = type("CUresult", (int,), {"name": "CUDA_ERROR_UNKNOWN" if name == self.fails else "CUDA_SUCCESS"})
         return (status(999 if name == self.fails else 0),)
 
-    def CUlaunchConfig(self):  # noqa: N802
+    def CUlaunchConfig(self):
         return SimpleNamespace()
 
-    def CUlaunchAttribute(self):  # noqa: N802
+    def CUlaunchAttribute(self):
         return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
 
-    def cuModuleLoadData(self, code):  # noqa: N802
+    def cuModuleLoadData(self, code):
         return *self._call("load", code), "module"
 
-    def cuModuleGetFunction(self, module, name):  # noqa: N802
+    def cuModuleGetFunction(self, module, name):
         return *self._call("function", module, name), "function"
 
-    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
+    def cuFuncSetAttribute(self, function, attribute, value):
         return self._call("attribute", function, attribute, value)
 
-    def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
         addresses = (ctypes.c_void_p * 11).from_address(parameters)
         kinds = [ctypes.c_uint64] * 8 + [ctypes.c_int64] * 2 + [ctypes.c_float]
         given = [kind.from_address(at).value for kind, at in zip(kinds, addresses, strict=True)]
