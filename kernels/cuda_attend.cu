@@ -11,7 +11,11 @@
 // Keys and values of a block are 9216 contiguous bytes each and come by one bulk copy each, in the order in which they are needed, all of
 // them asked for at once: with UNIT = 16 those of the first SLOTS blocks; the last four blocks take the place of keys that were used.
 //
-// Set from outside: UNIT, GROUPS, HEADS, LSE, ROUNDED, TILES (n-tiles of scores that are worked on at a time), MIXED (how codes become bf16).
+// With QUARTERS the warps of the last group share the values of its blocks, a quarter of the dimensions each, and join as they go: then less
+// is left to do when the last bytes have come.
+//
+// Set from outside: UNIT, GROUPS, HEADS, LSE, ROUNDED, TILES (n-tiles of scores that are worked on at a time), MIXED (how codes become
+// bf16), QUARTERS.
 // EMULATED is set where a C++ compiler for the host reads this, with the primitives below made of plain operations.
 
 #define TOPK 16
@@ -268,6 +272,9 @@ INLINE char* values_of(char* shared, int i) { return i < SLOTS ? shared + i * 2 
 // Whether block `i` has its values asked for after the keys of block `i` + 4, so that what comes last are values alone.
 INLINE bool asked_late(int i, int count) { return UNIT > SLOTS && i >= SLOTS - GROUP && i + GROUP < count; }
 
+// Whether a warp is of the group whose values are shared.
+INLINE bool shares_values(int warp) { return QUARTERS && UNIT >= GROUP && warp >= UNIT - GROUP; }
+
 // A result lies where the values were: [16 heads][32 pieces of 4 dimensions], 16 maxima, [16][8] sums. Pieces are shuffled among the eight
 // of their 128 bytes, so that those who write and those who read use all banks.
 INLINE int piece_at(int head, int piece) { return head * 512 + (piece >> 3) * 128 + ((piece & 7) ^ ((head & 1) * 4 + (piece >> 3))) * 16; }
@@ -374,23 +381,27 @@ INLINE State weigh(float (&s)[16][4], float factor, uint4 (&weights)[8]) {
     return state;
 }
 
-INLINE void store_result(char* result, int lane, const State& state, const float (&o)[16][4]) {
+INLINE void store_state(char* result, int lane, const State& state) {
     int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int head = g + 8 * half;
-#pragma unroll
-        for (int m = 0; m < 4; m++)
-#pragma unroll
-            for (int column = 0; column < 2; column++) {
-                int i = 2 * half + column;
-                float4 piece = make_float4(o[4 * m][i], o[4 * m + 1][i], o[4 * m + 2][i], o[4 * m + 3][i]);
-                *(float4*)(result + piece_at(head, 8 * t + 4 * column + m)) = piece;
-            }
         if (t == 0) *(float*)(result + top_at(head)) = state.top[half];
         *(float*)(result + sum_at(head, t)) = state.even[half];
         *(float*)(result + sum_at(head, 4 + t)) = state.odd[half];
     }
+}
+
+INLINE void store_result(char* result, int lane, const State& state, const float (&o)[16][4]) {
+    int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            float4 piece = make_float4(o[4 * m][i], o[4 * m + 1][i], o[4 * m + 2][i], o[4 * m + 3][i]);
+            *(float4*)(result + piece_at(g + i / 2 * 8, 8 * t + i % 2 * 4 + m)) = piece;
+        }
+    store_state(result, lane, state);
 }
 
 // Results of a group's blocks `first` to `end` - 1 as one, in the place of the first: four heads by a warp.
@@ -414,6 +425,86 @@ INLINE void join_group(char* shared, int first, int end, int warp, int lane) {
     for (int k = 0; k < 4; k++) *(float4*)(result + piece_at(head, 8 * k + part)) = values[k];
     if (part == 0) *(float*)(result + top_at(head)) = top;
     *(float*)(result + sum_at(head, part)) = sums;
+}
+
+// Weights and state in the place of the keys, for other warps.
+INLINE void store_weights(char* to, int lane, const State& state, const uint4 (&weights)[8]) {
+#pragma unroll
+    for (int step = 0; step < 8; step++) *(uint4*)(to + (step * 32 + lane) * 16) = weights[step];
+    store_state(to, lane, state);
+}
+
+// A quarter of the weighted values of a block: column c of n-tile n is dimension 32 quarter + 4 c + n.
+INLINE void multiply_quarter(const char* values, const char* weights, int quarter, int lane, float (&o)[4][4]) {
+    int g = lane >> 2, t = lane & 3;
+    const char* first_at = values + t * 256 + (t & 1) * 64 + quarter * 16 + g * 2; // as in `multiply_values`
+    const char* second_at = values + t * 256 + (1 - (t & 1)) * 64 + quarter * 16 + g * 2;
+    const char* scales_at = values + CODES + t * 32 + (quarter * 2 + g / 4) * 4;
+    u32 selector = t & 1 ? 0x1054 : 0x5410;
+#pragma unroll
+    for (int n = 0; n < 4; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+        const uint4 weight = *(const uint4*)(weights + (step * 32 + lane) * 16);
+        u32 a = *(const u16*)(first_at + step * 1024), b = *(const u16*)(second_at + step * 1024);
+        u32 c = *(const u16*)(first_at + step * 1024 + 128), d = *(const u16*)(second_at + step * 1024 + 128);
+        u32 raw = scale_bytes(*(const u32*)(scales_at + step * 128));
+        u32 x[4], y[4];
+        decode(prmt(a, b, selector), scale_values(times(prmt(raw, 0, 0x4140), 16)), x);
+        decode(prmt(c, d, selector), scale_values(times(prmt(raw, 0, 0x4342), 16)), y);
+#pragma unroll
+        for (int n = 0; n < 4; n++) mma(o[n], weight, x[n], y[n]);
+    }
+}
+
+INLINE void group_sync(int group) {
+    if (UNIT <= GROUP)
+        block_sync();
+    else
+        named_sync(9 + group / GROUP, 32 * GROUP);
+}
+
+// `join_group` of weights whose values were not multiplied yet: a quarter of the dimensions by a warp.
+INLINE void join_quarter(char* shared, u64* opened, int first, int end, int warp, int lane) {
+    int g = lane >> 2, t = lane & 3, quarter = warp % 4;
+    State all;
+    float values[4][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        all.top[half] = MINUS_INFINITY;
+        all.even[half] = all.odd[half] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 4; n++) values[n][2 * half] = values[n][2 * half + 1] = 0.0f;
+    }
+    for (int i = first; i < end; i++) {
+        const char* weights = keys_of(shared, i);
+        float o[4][4];
+        wait_for(opened + i);
+        multiply_quarter(values_of(shared, i), weights, quarter, lane, o);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int head = g + 8 * half;
+            const Shares s = shares_of(all.top[half], *(const float*)(weights + top_at(head)));
+            all.top[half] = s.top;
+            all.even[half] = joined(s, all.even[half], *(const float*)(weights + sum_at(head, t)));
+            all.odd[half] = joined(s, all.odd[half], *(const float*)(weights + sum_at(head, 4 + t)));
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+#pragma unroll
+                for (int column = 0; column < 2; column++) {
+                    float& value = values[n][2 * half + column];
+                    value = joined(s, value, o[n][2 * half + column]);
+                }
+        }
+    }
+    group_sync(first); // all have read the values in whose place the result goes
+    char* result = values_of(shared, first);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float4 piece = make_float4(values[0][i], values[1][i], values[2][i], values[3][i]);
+        *(float4*)(result + piece_at(g + i / 2 * 8, 8 * quarter + 2 * t + i % 2)) = piece;
+    }
+    if (quarter == 0) store_state(result, lane, all);
 }
 
 struct Result {
@@ -534,20 +625,26 @@ KERNEL attend(
         }
         uint4 weights[8];
         const State state = weigh(s, factor, weights);
-        float o[16][4];
-        wait_for(barriers + UNIT + warp);
-        multiply_values(values_of(shared, warp), weights, lane, o);
-        warp_sync();
-        store_result(values_of(shared, warp), lane, state, o);
+        if (shares_values(warp))
+            store_weights(keys_of(shared, warp), lane, state, weights);
+        else {
+            float o[16][4];
+            wait_for(barriers + UNIT + warp);
+            multiply_values(values_of(shared, warp), weights, lane, o);
+            warp_sync();
+            store_result(values_of(shared, warp), lane, state, o);
+        }
     }
 
     if (UNIT >= GROUP) {
-        const int group = warp / GROUP * GROUP;
-        if (UNIT == GROUP)
-            block_sync();
-        else
-            named_sync(9 + group / GROUP, 32 * GROUP);
-        if (group < count) join_group(shared, group, group + GROUP < count ? group + GROUP : count, warp, lane);
+        const int group = warp / GROUP * GROUP, end = group + GROUP < count ? group + GROUP : count;
+        group_sync(group);
+        if (group < count) {
+            if (shares_values(warp))
+                join_quarter(shared, barriers + UNIT, group, end, warp, lane);
+            else
+                join_group(shared, group, end, warp, lane);
+        }
     }
     if (CTAS == 1)
         block_sync();

@@ -37,10 +37,12 @@ class Variant(NamedTuple):
 
     unit: int | None = None
     """Blocks of a CTA; None: by the number of queries."""
-    tiles: int = 4
+    tiles: int = 2
     """n-tiles of scores that a warp works on at a time."""
     mixed: bool = True
     """Codes become bf16 by fewer logic instructions and more multiplications."""
+    quarters: bool = True
+    """The warps of a CTA's last four blocks share the values of these."""
 
 
 class Constants(NamedTuple):
@@ -53,6 +55,7 @@ class Constants(NamedTuple):
     rounded: bool
     tiles: int
     mixed: bool
+    quarters: bool
 
     @property
     def ctas(self) -> int:
@@ -116,7 +119,7 @@ def attend(
         return out, sums
     rows = tokens * groups
     unit = _unit(rows, q.device) if variant.unit is None else variant.unit
-    constants = Constants(unit, groups, heads // groups, lse, rounded, variant.tiles, variant.mixed)
+    constants = Constants(unit, groups, heads // groups, lse, rounded, *variant[1:])
     q, chosen, request, position = (x.contiguous() for x in (q, chosen, batch.request, batch.position))
     arguments = [
         *(ctypes.c_void_p(x.data_ptr()) for x in (q, cache.data, cache.table, request, position, chosen, out)),

@@ -21,7 +21,7 @@ from tests.support.msa_cases import make
 from tests.support.msa_gpu import distance, same
 
 compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-VARIANTS = [Variant(2, tiles=8), Variant(4, mixed=False), Variant(16)]
+VARIANTS = [Variant(2, tiles=8), Variant(4), Variant(4, mixed=False, quarters=False), Variant(16), Variant(16, quarters=False)]
 
 
 @compiler
@@ -56,7 +56,7 @@ def test_variants_and_orders_of_warps_have_the_same_bits(emulated):
     chosen = random_choice(case.batch.position, 1, torch.Generator().manual_seed(0))
     results = [cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.1, lse=True, variant=variant) for variant in VARIANTS]
     with on_cpu(seed=77):
-        results.append(cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.1, lse=True, variant=VARIANTS[2]))
+        results.append(cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.1, lse=True, variant=Variant(16)))
     for out, lse in results[1:]:
         assert same(out, results[0][0]) and same(lse, results[0][1])
 
@@ -88,7 +88,7 @@ def test_padding_reads_no_page_and_gives_zeros(emulated):
 @pytest.mark.parametrize(("mixed", "rounded"), [(False, False), (True, False), (True, True)])
 def test_every_code_under_every_scale(mixed, rounded):
     """At each of the eight places of a word, beside other codes and another scale: value * 2^-7, zeros with the sign of their code."""
-    decode, four = library(Constants(4, 1, 16, True, rounded, 4, mixed)).decode_word, (ctypes.c_uint32 * 4)()
+    decode, four = library(Constants(4, 1, 16, True, rounded, 2, mixed, True)).decode_word, (ctypes.c_uint32 * 4)()
     words = [sum((first + 5 * place) % 16 << 4 * place for place in range(8)) for first in range(16)]
     found, values = [], all_values(rounded) / 128
     for scale in range(256):
@@ -106,7 +106,7 @@ def test_every_code_under_every_scale(mixed, rounded):
 
 @compiler
 def test_log2_is_within_an_ulp_or_two():
-    log2 = library(Constants(4, 1, 16, True, False, 4, True)).log2_alone
+    log2 = library(Constants(4, 1, 16, True, False, 2, True, True)).log2_alone
     x = torch.cat((torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 2048 + 2**-10, 2.0 ** torch.arange(-10, 12)))
     have = torch.tensor([log2(v) for v in x.tolist()])
     assert torch.allclose(have.double(), x.double().log2(), rtol=2e-7, atol=1e-7)
@@ -233,4 +233,4 @@ def test_the_compiler_of_the_gpu_takes_it(unit):
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.bindings.nvrtc")
     for rounded in (False, True):
-        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 4, True))[:4] == b"\x7fELF"
+        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 2, True, True))[:4] == b"\x7fELF"

@@ -23,12 +23,14 @@ from tests.support.msa_cases import make
 
 SHAPES = ((32, 131072), (1, 131072), (8, 131072), (64, 32768))
 FIRST = [Variant(16), Variant(4), Variant(2)]  # where time is short these are known
-REST = [Variant(unit, tiles, mixed) for unit in (16, 4) for tiles in cuda_attend.TILES for mixed in (True, False)]
+REST = [Variant(unit, quarters=False) for unit in (16, 4)]
+REST += [Variant(unit, tiles, mixed) for unit in (16, 4) for tiles in cuda_attend.TILES for mixed in (True, False)]
 
 
 def named(variant: Variant) -> str:
     """For a line."""
-    return f"unit {variant.unit:2d}, tiles {variant.tiles}, {'mixed' if variant.mixed else 'plain'} codes"
+    codes, values = "mixed" if variant.mixed else "plain", "quarters" if variant.quarters else "whole"
+    return f"unit {variant.unit:2d}, tiles {variant.tiles}, {codes} codes, {values:8s}"
 
 
 def differences(have: Tensor, want: Tensor) -> Tensor:
@@ -86,8 +88,8 @@ def shape_lines(requests: int, context: int, until: float) -> Iterator[tuple[str
 def compile_all() -> None:
     """Every kernel that follows, side by side."""
     units = cuda_attend.UNITS
-    small = [Constants(unit, 4, 5, True, rounded, 4, True) for unit in units for rounded in (False, True)]
-    large = [Constants(v.unit, bench_msa.GROUPS, bench_msa.HEADS // bench_msa.GROUPS, False, False, v.tiles, v.mixed) for v in FIRST + REST]
+    small = [Constants(unit, 4, 5, True, rounded, *FIRST[0][1:]) for unit in units for rounded in (False, True)]
+    large = [Constants(v.unit, bench_msa.GROUPS, bench_msa.HEADS // bench_msa.GROUPS, False, False, *v[1:]) for v in FIRST + REST]
     with ThreadPoolExecutor() as pool:
         list(pool.map(cuda_attend.compiled, dict.fromkeys(small + large)))
 

@@ -14,7 +14,7 @@ from tests.support.msa_gpu import same
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 SCALE = msa_ops.default_scale()
-VARIANTS = [None, *(Variant(unit) for unit in cuda_attend.UNITS), Variant(16, 2, False), Variant(4, 8, False)]
+VARIANTS = [None, *(Variant(unit) for unit in cuda_attend.UNITS), Variant(16, 4, False, False), Variant(4, 8, True, False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
