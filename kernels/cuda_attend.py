@@ -86,6 +86,7 @@ def takes(q: Tensor, cache: object, chosen: Tensor, batch: Batch) -> bool:
         and q.dtype is torch.bfloat16
         and chosen.shape[2] == TOPK
         and batch.most <= FEW_TOKENS
+        and cache.data.data_ptr() % 16 == cache.data.stride(0) % 16 == 0
         and torch.cuda.get_device_capability(q.device) == (9, 0)
     )
 

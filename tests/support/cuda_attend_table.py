@@ -22,9 +22,8 @@ from samebits.kernels.msa import SparseConfig
 from tests.support.msa_cases import make
 
 SHAPES = ((32, 131072), (1, 131072), (8, 131072), (64, 32768))
-FIRST = [Variant(16), Variant(4), Variant(2)]  # where time is short these are known
-REST = [Variant(unit, quarters=False) for unit in (16, 4)]
-REST += [Variant(unit, tiles, mixed) for unit in (16, 4) for tiles in cuda_attend.TILES for mixed in (True, False)]
+FIRST = [Variant(16), Variant(4), Variant(2), Variant(16, quarters=False), Variant(4, quarters=False)]  # of every shape
+REST = [Variant(unit, tiles, mixed) for unit in (16, 4) for tiles in cuda_attend.TILES for mixed in (True, False)]
 
 
 def named(variant: Variant) -> str:
@@ -89,6 +88,7 @@ def compile_all() -> None:
     """Every kernel that follows, side by side."""
     units = cuda_attend.UNITS
     small = [Constants(unit, 4, 5, True, rounded, *FIRST[0][1:]) for unit in units for rounded in (False, True)]
+    small += [Constants(unit, 4, 5, True, rounded, *FIRST[3][1:]) for unit in (16, 4) for rounded in (False, True)]
     large = [Constants(v.unit, bench_msa.GROUPS, bench_msa.HEADS // bench_msa.GROUPS, False, False, *v[1:]) for v in FIRST + REST]
     with ThreadPoolExecutor() as pool:
         list(pool.map(cuda_attend.compiled, dict.fromkeys(small + large)))
