@@ -13,6 +13,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Constants(NamedTuple):
 
 
 def takes(q: Tensor, cache: object, chosen: Tensor, batch: Batch) -> bool:
-    """Whether this is decode over NVFP4 pages on a Hopper GPU, of shapes that the kernel has."""
+    """Whether this is decode over NVFP4 pages on a Hopper GPU, of shapes that the kernel has, and the driver can be reached."""
     return (
         isinstance(cache, Pages)
         and cache.data.dtype is torch.uint8
@@ -88,7 +89,13 @@ def takes(q: Tensor, cache: object, chosen: Tensor, batch: Batch) -> bool:
         and batch.most <= FEW_TOKENS
         and cache.data.data_ptr() % 16 == cache.data.stride(0) % 16 == 0
         and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and _bindings_found()
     )
+
+
+@functools.cache
+def _bindings_found() -> bool:
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def attend(

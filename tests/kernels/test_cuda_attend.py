@@ -223,6 +223,30 @@ def test_a_failing_launch_names_the_status(driver):
         cuda_attend.attend(case.q, case.cache, torch.zeros(1, 1, 16, dtype=torch.int32), case.batch, 0.25, variant=Variant(4))
 
 
+def test_decode_over_nvfp4_pages_on_hopper_is_taken_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cuda_attend, "_bindings_found", lambda: found)
+    q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda")
+    data, table = torch.zeros(3, 4, 128, 72, dtype=torch.uint8), torch.zeros(1, 3, dtype=torch.int32)
+    chosen, batch, capability, found = torch.zeros(1, 2, 16), Batch(None, None, None, 8), (9, 0), True
+    assert cuda_attend.takes(q, Pages(data, table), chosen, batch)
+    shifted = torch.zeros(4 * 9216 + 8, dtype=torch.uint8)[8:].view(1, 4, 128, 72)
+    for others in (
+        (SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda"), Pages(data, table), chosen, batch),
+        (SimpleNamespace(is_cuda=False, dtype=torch.bfloat16, device="cpu"), Pages(data, table), chosen, batch),
+        (q, Pages(data.to(torch.bfloat16), table), chosen, batch),
+        (q, Pages(shifted, table), chosen, batch),
+        (q, msa_ops.Packed(data, data, table[0], 3), chosen, batch),
+        (q, Pages(data, table), chosen[..., :8], batch),
+        (q, Pages(data, table), chosen, batch._replace(most=9)),
+    ):
+        assert not cuda_attend.takes(*others)
+    capability = (10, 0)
+    assert not cuda_attend.takes(q, Pages(data, table), chosen, batch)
+    capability, found = (9, 0), False
+    assert not cuda_attend.takes(q, Pages(data, table), chosen, batch)
+
+
 def test_blocks_of_a_program_follow_the_number_of_queries(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     assert [cuda_attend._unit(rows, "cuda") for rows in (4, 32, 66, 67, 128, 1024)] == [4, 4, 4, 16, 16, 16]

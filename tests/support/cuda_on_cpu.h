@@ -1,7 +1,7 @@
 // The primitives of `kernels/cuda_attend.cu` made of plain operations, and a scheduler that runs the threads of a cluster as fibers.
 //
-// Whatever waits (barriers, votes, shuffles, MMAs) hands over to another fiber, in an order that is drawn anew in every round, so that a
-// missing barrier shows. A bulk copy leaves rubbish where its bytes will be, until somebody waits for it; so does shared memory that
+// Whatever waits (barriers, votes, shuffles, MMAs) hands over to another fiber, in an order that is drawn anew in every round, and some warps
+// run far ahead of others, so that a missing barrier shows. A bulk copy leaves rubbish where its bytes will be, until somebody waits for it; so does shared memory that
 // nobody wrote. An MMA sums in double and rounds once: bits are those of the hardware where sums are exact.
 #undef _FORTIFY_SOURCE // jumps between stacks
 #include <setjmp.h>
@@ -263,18 +263,21 @@ static void run_cluster(int first, unsigned seed, void (*body)()) {
         long before = events;
         std::shuffle(order.begin(), order.end(), random);
         for (int warp : order)
-            for (int lane = 0; lane < 32; lane++) {
-                me = &fibers[warp * 32 + lane];
-                if (me->done) continue;
-                Fiber& f = *me;
-                threadIdx.x = f.thread;
-                blockIdx.x = first + f.cta;
-                if (!_setjmp(scheduler)) { // comes back when the fiber hands over
-                    if (f.started) _longjmp(f.here, 1);
-                    f.started = true;
-                    setcontext(&f.start);
+            for (int turns = random() % 8 ? 1 : 500; turns; turns--) { // now and then one runs far ahead
+                long moved = events;
+                for (int lane = 0; lane < 32; lane++) {
+                    me = &fibers[warp * 32 + lane];
+                    if (me->done) continue;
+                    threadIdx.x = me->thread;
+                    blockIdx.x = first + me->cta;
+                    if (!_setjmp(scheduler)) { // comes back when the fiber hands over
+                        if (me->started) _longjmp(me->here, 1);
+                        me->started = true;
+                        setcontext(&me->start);
+                    }
+                    if (me->done) left--, events++;
                 }
-                if (me->done) left--, events++;
+                if (moved == events) break;
             }
         if (before == events && left) fail("nobody goes on");
     }
