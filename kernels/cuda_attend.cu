@@ -14,8 +14,10 @@
 // With QUARTERS the warps of the last group share the values of its blocks, a quarter of the dimensions each, and join as they go: then less
 // is left to do when the last bytes have come.
 //
+// Where queries are few a block has four warps (WIDE): each makes the scores of 32 keys, and a quarter of the dimensions of the values.
+//
 // Set from outside: UNIT, GROUPS, HEADS, LSE, ROUNDED, TILES (n-tiles of scores that are worked on at a time), MIXED (how codes become
-// bf16), QUARTERS.
+// bf16), QUARTERS, WIDE.
 // EMULATED is set where a C++ compiler for the host reads this, with the primitives below made of plain operations.
 
 #define TOPK 16
@@ -25,13 +27,15 @@
 #define ROWS 16
 #define SUMS 8
 #define CTAS (TOPK / UNIT)
-#define THREADS (32 * UNIT)
+#define WARPS (WIDE ? 4 : 1) // of a block
+#define THREADS (32 * WARPS * UNIT)
 #define PLANE 9216 // bytes of the keys, or values, of a block
 #define CODES 8192 // of these
 #define SLOTS (UNIT < 12 ? UNIT : 12)
 #define QUERY (SLOTS * 2 * PLANE)
 #define BARRIERS (QUERY + ROWS * DIM * 2)
-#define SHARED_BYTES (BARRIERS + 16 * UNIT)
+#define MAXIMA (BARRIERS + 16 * UNIT) // of the warps of a block, 16 heads each
+#define SHARED_BYTES (MAXIMA + (WIDE ? UNIT * WARPS * ROWS * 4 : 0))
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -273,7 +277,7 @@ INLINE char* values_of(char* shared, int i) { return i < SLOTS ? shared + i * 2 
 INLINE bool asked_late(int i, int count) { return UNIT > SLOTS && i >= SLOTS - GROUP && i + GROUP < count; }
 
 // Whether a warp is of the group whose values are shared.
-INLINE bool shares_values(int warp) { return QUARTERS && UNIT >= GROUP && warp >= UNIT - GROUP; }
+INLINE bool shares_values(int warp) { return QUARTERS && !WIDE && UNIT >= GROUP && warp >= UNIT - GROUP; }
 
 // A result lies where the values were: [16 heads][32 pieces of 4 dimensions], 16 maxima, [16][8] sums. Pieces are shuffled among the eight
 // of their 128 bytes, so that those who write and those who read use all banks.
@@ -281,19 +285,21 @@ INLINE int piece_at(int head, int piece) { return head * 512 + (piece >> 3) * 12
 INLINE int top_at(int head) { return CODES + 4 * head; }
 INLINE int sum_at(int head, int i) { return CODES + 64 + 4 * (SUMS * head + i); }
 
-// Scores of a block: `s[n-tile]` as the MMA leaves them.
-INLINE void multiply_keys(const char* keys, const char* query, int lane, float (&s)[16][4]) {
-    int g = lane >> 2, t = lane & 3;
-    const char* codes_at = keys + ((g >> 1) * 4 + (g & 1)) * 64 + t * 16;
-    const char* scales_at = keys + CODES + ((g >> 1) * 4 + (g & 1)) * 8 + t * 2;
+// Scores of N n-tiles, from n-tile N * part on: `s[n-tile]` as the MMA leaves them.
+template <int N>
+INLINE void multiply_keys(const char* keys, const char* query, int part, int lane, float (&s)[N][4]) {
+    const int together = TILES < N ? TILES : N;
+    int g = lane >> 2, t = lane & 3, key_of_lane = part * N * 8 + (g >> 1) * 4 + (g & 1);
+    const char* codes_at = keys + key_of_lane * 64 + t * 16;
+    const char* scales_at = keys + CODES + key_of_lane * 8 + t * 2;
 #pragma unroll
-    for (int tile = 0; tile < 16; tile++) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
+    for (int tile = 0; tile < N; tile++) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.0f;
 #pragma unroll
-    for (int first = 0; first < 16; first += TILES) {
-        uint4 codes[TILES];
-        u32 scales[TILES][2];
+    for (int first = 0; first < N; first += together) {
+        uint4 codes[together];
+        u32 scales[together][2];
 #pragma unroll
-        for (int j = 0; j < TILES; j++) {
+        for (int j = 0; j < together; j++) {
             int key = (first + j) / 2 * 16 + (first + j) % 2 * 2; // of the lane's first column
             codes[j] = *(const uint4*)(codes_at + key * 64);
             u32 raw = scale_bytes(*(const u16*)(scales_at + key * 8));
@@ -305,13 +311,26 @@ INLINE void multiply_keys(const char* keys, const char* query, int lane, float (
         for (int w = 0; w < 4; w++) {
             const uint4 even = *(const uint4*)(query + (w * 64 + lane) * 16), odd = *(const uint4*)(query + (w * 64 + 32 + lane) * 16);
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
+            for (int j = 0; j < together; j++) {
                 u32 b[4];
                 decode(w == 0 ? codes[j].x : w == 1 ? codes[j].y : w == 2 ? codes[j].z : codes[j].w, scales[j][w / 2], b);
                 mma(s[first + j], even, b[0], b[1]);
                 mma(s[first + j], odd, b[2], b[3]);
             }
         }
+    }
+}
+
+// Scores of keys that the query does not see.
+template <int N>
+INLINE void mask(float (&s)[N][4], int part, int lane, int limit) {
+    int key_of_lane = part * N * 8 + (lane & 3) * 4;
+    if (limit < PAGE) {
+#pragma unroll
+        for (int tile = 0; tile < N; tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (key_of_lane + tile / 2 * 16 + tile % 2 * 2 + i % 2 >= limit) s[tile][i] = MINUS_INFINITY;
     }
 }
 
@@ -342,24 +361,37 @@ INLINE void multiply_values(const char* values, const uint4 (&weights)[8], int l
     }
 }
 
+// Sums of the 32 keys of each quarter of a block.
+INLINE float sum_of_parts(const float (&x)[4]) { return sum(sum(x[0], x[1]), sum(x[2], x[3])); }
+INLINE float sum_of_parts(const float (&x)[1]) { return x[0]; }
+
 struct State {
     float top[2], even[2], odd[2]; // of heads g and g + 8: maximum; sums 't' and '4 + t'
 };
 
-// Scores to weights as the second product wants them.
-INLINE State weigh(float (&s)[16][4], float factor, uint4 (&weights)[8]) {
+// The largest scores of heads g and g + 8.
+template <int N>
+INLINE void maxima(const float (&s)[N][4], float (&top)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        top[half] = larger(s[0][2 * half], s[0][2 * half + 1]);
+#pragma unroll
+        for (int tile = 1; tile < N; tile++) top[half] = larger(top[half], larger(s[tile][2 * half], s[tile][2 * half + 1]));
+        top[half] = larger(top[half], exchanged(top[half], 2));
+        top[half] = larger(top[half], exchanged(top[half], 1));
+    }
+}
+
+// Scores to weights as the second product wants them, and their sums; `top`: of all the block's scores.
+template <int N>
+INLINE State weigh(const float (&s)[N][4], const float (&top)[2], float factor, uint4 (&weights)[N / 2]) {
     State state;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float top = larger(s[0][2 * half], s[0][2 * half + 1]);
+        state.top[half] = product(top[half], factor);
+        float origin = -finite(state.top[half]), pairs[N], quarter[2][N / 4];
 #pragma unroll
-        for (int tile = 1; tile < 16; tile++) top = larger(top, larger(s[tile][2 * half], s[tile][2 * half + 1]));
-        top = larger(top, exchanged(top, 2));
-        top = larger(top, exchanged(top, 1));
-        top = product(top, factor);
-        float origin = -finite(top), pairs[16];
-#pragma unroll
-        for (int tile = 0; tile < 16; tile++) {
+        for (int tile = 0; tile < N; tile++) {
             float x = exp2_flushed(fused(s[tile][2 * half], factor, origin));
             float y = exp2_flushed(fused(s[tile][2 * half + 1], factor, origin));
             pairs[tile] = sum(x, y);
@@ -369,14 +401,12 @@ INLINE State weigh(float (&s)[16][4], float factor, uint4 (&weights)[8]) {
             if (tile % 2 == 1 && half == 0) weights[tile / 2].z = both;
             if (tile % 2 == 1 && half == 1) weights[tile / 2].w = both;
         }
-        float quarter[2][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < N / 4; i++)
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) quarter[odd][i] = sum(pairs[4 * i + odd], pairs[4 * i + 2 + odd]);
-        state.top[half] = top;
-        state.even[half] = sum(sum(quarter[0][0], quarter[0][1]), sum(quarter[0][2], quarter[0][3]));
-        state.odd[half] = sum(sum(quarter[1][0], quarter[1][1]), sum(quarter[1][2], quarter[1][3]));
+        state.even[half] = sum_of_parts(quarter[0]);
+        state.odd[half] = sum_of_parts(quarter[1]);
     }
     return state;
 }
@@ -457,6 +487,15 @@ INLINE void multiply_quarter(const char* values, const char* weights, int quarte
     }
 }
 
+INLINE void store_quarter(char* result, int quarter, int lane, const float (&o)[4][4]) {
+    int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float4 piece = make_float4(o[0][i], o[1][i], o[2][i], o[3][i]);
+        *(float4*)(result + piece_at(g + i / 2 * 8, 8 * quarter + 2 * t + i % 2)) = piece;
+    }
+}
+
 INLINE void group_sync(int group) {
     if (UNIT <= GROUP)
         block_sync();
@@ -499,12 +538,58 @@ INLINE void join_quarter(char* shared, u64* opened, int first, int end, int warp
     }
     group_sync(first); // all have read the values in whose place the result goes
     char* result = values_of(shared, first);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float4 piece = make_float4(values[0][i], values[1][i], values[2][i], values[3][i]);
-        *(float4*)(result + piece_at(g + i / 2 * 8, 8 * quarter + 2 * t + i % 2)) = piece;
-    }
+    store_quarter(result, quarter, lane, values);
     if (quarter == 0) store_state(result, lane, all);
+}
+
+// The result of a block by four warps, each of which makes the scores of 32 keys, then a quarter of the dimensions.
+INLINE void block_of_four(char* shared, u64* barriers, int i, int quarter, int lane, int limit, float factor) {
+    int g = lane >> 2, t = lane & 3;
+    char *keys = keys_of(shared, i), *values = values_of(shared, i);
+    float* largest = (float*)(shared + MAXIMA) + i * 4 * ROWS;
+    float s[4][4], top[2], o[4][4];
+    uint4 weights[2];
+    wait_for(barriers + i);
+    multiply_keys(keys, shared + QUERY, quarter, lane, s);
+    mask(s, quarter, lane, limit);
+    maxima(s, top);
+    if (t == 0) largest[quarter * ROWS + g] = top[0];
+    if (t == 0) largest[quarter * ROWS + g + 8] = top[1];
+    named_sync(1 + i, 128); // and nobody reads keys any more
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float* each = largest + g + 8 * half;
+        top[half] = larger(larger(each[0], each[ROWS]), larger(each[2 * ROWS], each[3 * ROWS]));
+    }
+    State state = weigh(s, top, factor, weights);
+    // In the place of the keys: weights of all, and sums of each quarter.
+    float* sums = (float*)(keys + 4096);
+#pragma unroll
+    for (int step = 0; step < 2; step++) *(uint4*)(keys + ((2 * quarter + step) * 32 + lane) * 16) = weights[step];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        sums[(quarter * ROWS + g + 8 * half) * SUMS + t] = state.even[half];
+        sums[(quarter * ROWS + g + 8 * half) * SUMS + 4 + t] = state.odd[half];
+    }
+    named_sync(1 + i, 128);
+    wait_for(barriers + UNIT + i);
+    multiply_quarter(values, keys, quarter, lane, o);
+    named_sync(1 + i, 128); // nobody reads values any more
+    store_quarter(values, quarter, lane, o);
+    if (quarter == 0) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float even[4], odd[4];
+#pragma unroll
+            for (int part = 0; part < 4; part++) {
+                even[part] = sums[(part * ROWS + g + 8 * half) * SUMS + t];
+                odd[part] = sums[(part * ROWS + g + 8 * half) * SUMS + 4 + t];
+            }
+            state.even[half] = sum_of_parts(even);
+            state.odd[half] = sum_of_parts(odd);
+        }
+        store_state(values, lane, state);
+    }
 }
 
 struct Result {
@@ -593,7 +678,10 @@ KERNEL attend(
     }
     block_sync();
 
-    if (warp < count) {
+    if (WIDE) {
+        const int i = warp / 4, block = of_lane(block_of_lane, first + i);
+        if (i < count) block_of_four(shared, barriers, i, warp % 4, lane, limit_of_all - block * PAGE, factor);
+    } else if (warp < count) {
         const int block = of_lane(block_of_lane, first + warp), limit = limit_of_all - block * PAGE;
         if (UNIT > SLOTS && warp >= SLOTS) {
             const u8* keys = head_pages + of_lane(page, warp) * page_stride;
@@ -611,20 +699,14 @@ KERNEL attend(
             }
             warp_sync();
         }
-        float s[16][4];
-        wait_for(barriers + warp);
-        multiply_keys(keys_of(shared, warp), shared + QUERY, lane, s);
-        if (UNIT > SLOTS && warp < 8 && SLOTS + warp % 4 < count) named_arrive(1 + warp, 64); // its keys were read
-        if (limit < PAGE) {
-            const int t = lane & 3;
-#pragma unroll
-            for (int tile = 0; tile < 16; tile++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (tile / 2 * 16 + t * 4 + tile % 2 * 2 + i % 2 >= limit) s[tile][i] = MINUS_INFINITY;
-        }
+        float s[16][4], top[2];
         uint4 weights[8];
-        const State state = weigh(s, factor, weights);
+        wait_for(barriers + warp);
+        multiply_keys(keys_of(shared, warp), shared + QUERY, 0, lane, s);
+        if (UNIT > SLOTS && warp < 8 && SLOTS + warp % 4 < count) named_arrive(1 + warp, 64); // its keys were read
+        mask(s, 0, lane, limit);
+        maxima(s, top);
+        const State state = weigh(s, top, factor, weights);
         if (shares_values(warp))
             store_weights(keys_of(shared, warp), lane, state, weights);
         else {
@@ -636,7 +718,10 @@ KERNEL attend(
         }
     }
 
-    if (UNIT >= GROUP) {
+    if (WIDE && UNIT == GROUP) {
+        block_sync();
+        if (warp < 4 && count > 0) join_group(shared, 0, count, warp, lane);
+    } else if (UNIT >= GROUP) {
         const int group = warp / GROUP * GROUP, end = group + GROUP < count ? group + GROUP : count;
         group_sync(group);
         if (group < count) {
@@ -650,7 +735,7 @@ KERNEL attend(
         block_sync();
     else
         cluster_sync();
-    for (int head = rank * (ROWS / CTAS) + warp; head < (rank + 1) * (ROWS / CTAS); head += UNIT) {
+    for (int head = rank * (ROWS / CTAS) + warp; head < (rank + 1) * (ROWS / CTAS); head += WARPS * UNIT) {
         Result all = nothing();
         for (int group = 0; group < places; group += GROUP)
             if (UNIT >= GROUP)

@@ -28,7 +28,8 @@ PLANE = 9216  # bytes of a block's keys, or values, of one head
 UNITS = (2, 4, 16)
 TILES = (2, 4, 8)
 FEW_TOKENS = 8  # of a request: more are prefill, whose queries share blocks, and that is what the Triton kernel is for
-# A CTA takes 4 blocks where that makes no more than this many CTAs for each multiprocessor, which then all are resident; else all 16.
+# A CTA takes 2 blocks where that makes no more CTAs than multiprocessors, 4 where it makes no more than this many for each, which then all
+# are resident, else all 16; a block has four warps where there is no more than one CTA for each.
 RESIDENT = 2
 SOURCE_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false")
 
@@ -44,6 +45,8 @@ class Variant(NamedTuple):
     """Codes become bf16 by fewer logic instructions and more multiplications."""
     quarters: bool = True
     """The warps of a CTA's last four blocks share the values of these."""
+    wide: bool | None = None
+    """A block has four warps and not one (2 or 4 blocks a CTA); None: where queries are few."""
 
 
 class Constants(NamedTuple):
@@ -57,6 +60,7 @@ class Constants(NamedTuple):
     tiles: int
     mixed: bool
     quarters: bool
+    wide: bool
 
     @property
     def ctas(self) -> int:
@@ -66,12 +70,12 @@ class Constants(NamedTuple):
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 32 * self.unit
+        return 32 * self.unit * (4 if self.wide else 1)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a CTA: blocks, queries, two barriers a block."""
-        return 2 * PLANE * min(self.unit, 12) + 2 * HEADS_A_GROUP * DIM + 16 * self.unit
+        """Bytes of shared memory of a CTA: blocks, queries, two barriers a block, and maxima of the warps of a block."""
+        return 2 * PLANE * min(self.unit, 12) + 2 * HEADS_A_GROUP * DIM + (16 + 16 * HEADS_A_GROUP * self.wide) * self.unit
 
     def definitions(self) -> list[str]:
         """For a compiler."""
@@ -126,8 +130,7 @@ def attend(
     if not tokens:
         return out, sums
     rows = tokens * groups
-    unit = _unit(rows, q.device) if variant.unit is None else variant.unit
-    constants = Constants(unit, groups, heads // groups, lse, rounded, *variant[1:])
+    constants = _constants(variant, rows, groups, heads // groups, lse, rounded, q.device)
     q, chosen, request, position = (x.contiguous() for x in (q, chosen, batch.request, batch.position))
     arguments = [
         *(ctypes.c_void_p(x.data_ptr()) for x in (q, cache.data, cache.table, request, position, chosen, out)),
@@ -163,15 +166,21 @@ def _check(q: Tensor, cache: Pages, chosen: Tensor, batch: Batch, variant: Varia
         ),
         f"unit must be one of {UNITS}": variant.unit is None or variant.unit in UNITS,
         f"tiles must be one of {TILES}": variant.tiles in TILES,
+        "a block has four warps where a CTA has 2 or 4": not variant.wide or variant.unit != TOPK,
     }
     for text, good in wanted.items():
         if not good:
             raise ValueError(f"attention in one launch: {text}")
 
 
-def _unit(rows: int, device: torch.device) -> int:
-    """Blocks of a CTA for `rows` queries times KV heads."""
-    return 4 if rows * (TOPK // 4) <= RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count else TOPK
+def _constants(variant: Variant, rows: int, groups: int, heads: int, lse: bool, rounded: bool, device: torch.device) -> Constants:
+    """Of a variant for `rows` queries times KV heads."""
+    unit, wide = variant.unit, variant.wide
+    if unit is None:
+        most = torch.cuda.get_device_properties(device).multi_processor_count
+        unit = 2 if rows * 8 <= most else 4 if rows * 4 <= RESIDENT * most else TOPK
+        wide = rows * 4 <= most and wide is not False
+    return Constants(unit, groups, heads, lse, rounded, variant.tiles, variant.mixed, variant.quarters, bool(wide))
 
 
 def launch(constants: Constants, blocks: int, arguments: list[Any], device: torch.device) -> None:

@@ -21,7 +21,8 @@ from tests.support.msa_cases import make
 from tests.support.msa_gpu import distance, same
 
 compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-VARIANTS = [Variant(2, tiles=8), Variant(4), Variant(4, mixed=False, quarters=False), Variant(16), Variant(16, quarters=False)]
+VARIANTS = [Variant(2, tiles=8), Variant(2, wide=True), Variant(4, wide=True), Variant(4), Variant(4, mixed=False, quarters=False)]
+VARIANTS += [Variant(16), Variant(16, quarters=False)]
 
 
 @compiler
@@ -88,7 +89,7 @@ def test_padding_reads_no_page_and_gives_zeros(emulated):
 @pytest.mark.parametrize(("mixed", "rounded"), [(False, False), (True, False), (True, True)])
 def test_every_code_under_every_scale(mixed, rounded):
     """At each of the eight places of a word, beside other codes and another scale: value * 2^-7, zeros with the sign of their code."""
-    decode, four = library(Constants(4, 1, 16, True, rounded, 2, mixed, True)).decode_word, (ctypes.c_uint32 * 4)()
+    decode, four = library(Constants(4, 1, 16, True, rounded, 2, mixed, True, False)).decode_word, (ctypes.c_uint32 * 4)()
     words = [sum((first + 5 * place) % 16 << 4 * place for place in range(8)) for first in range(16)]
     found, values = [], all_values(rounded) / 128
     for scale in range(256):
@@ -106,7 +107,7 @@ def test_every_code_under_every_scale(mixed, rounded):
 
 @compiler
 def test_log2_is_within_an_ulp_or_two():
-    log2 = library(Constants(4, 1, 16, True, False, 2, True, True)).log2_alone
+    log2 = library(Constants(4, 1, 16, True, False, 2, True, True, False)).log2_alone
     x = torch.cat((torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 2048 + 2**-10, 2.0 ** torch.arange(-10, 12)))
     have = torch.tensor([log2(v) for v in x.tolist()])
     assert torch.allclose(have.double(), x.double().log2(), rtol=2e-7, atol=1e-7)
@@ -122,6 +123,7 @@ BAD = {
     "request and position": dict(position=torch.zeros(2, dtype=torch.int32)),
     "unit must be one of": dict(variant=Variant(3)),
     "tiles must be one of": dict(variant=Variant(4, tiles=3)),
+    "a block has four warps": dict(variant=Variant(16, wide=True)),
 }
 
 
@@ -193,20 +195,20 @@ def driver(monkeypatch):
     cuda_attend._function.cache_clear()
 
 
-@pytest.mark.parametrize("unit", cuda_attend.UNITS)
-def test_what_the_driver_is_given(driver, unit):
+@pytest.mark.parametrize(("unit", "wide"), [(2, False), (2, True), (4, False), (4, True), (16, False)])
+def test_what_the_driver_is_given(driver, unit, wide):
     fake = driver()
     case = make([1, 1, 2], [129, 306, 700], "nvfp4", groups=2, heads=32)
     chosen = torch.zeros(4, 2, 16, dtype=torch.int32)
     for lse in (False, True):
-        out, sums = cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.25, lse=lse, variant=Variant(unit))
+        out, sums = cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.25, lse=lse, variant=Variant(unit, wide=wide))
         name, config, function, given, extra = fake.calls[-1]
         tensors = (case.q, case.cache.data, case.cache.table, case.batch.request, case.batch.position, chosen, out)
         assert (name, function, extra) == ("launch", "function", 0)
         assert given[:7] == [x.data_ptr() for x in tensors] and given[7] == (sums.data_ptr() if lse else 0)
         assert given[8:10] == [4 * 9216, case.cache.table.stride(0)] and given[10] == pytest.approx(0.25 * 1.4426950408889634 * 128)
         assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (4 * 2 * 16 // unit, 1, 1)
-        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (32 * unit, 1, 1)
+        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (32 * unit * (4 if wide else 1), 1, 1)
         assert config.hStream == ("stream", 5) and config.numAttrs == len(config.attrs)
         kinds = {a.id: a.value for a in config.attrs}
         assert kinds["early"].programmaticStreamSerializationAllowed == 1
@@ -249,12 +251,15 @@ def test_decode_over_nvfp4_pages_on_hopper_is_taken_and_nothing_else(monkeypatch
 
 def test_blocks_of_a_program_follow_the_number_of_queries(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert [cuda_attend._unit(rows, "cuda") for rows in (4, 32, 66, 67, 128, 1024)] == [4, 4, 4, 16, 16, 16]
+    found = [cuda_attend._constants(Variant(), rows, 4, 16, False, False, "cuda") for rows in (4, 16, 17, 33, 34, 66, 67, 128, 1024)]
+    assert [c.unit for c in found] == [2, 2, 4, 4, 4, 4, 16, 16, 16]
+    assert [c.wide for c in found] == [True] * 4 + [False] * 5
+    assert not cuda_attend._constants(Variant(wide=False), 4, 4, 16, False, False, "cuda").wide
 
 
-@pytest.mark.parametrize("unit", cuda_attend.UNITS)
-def test_the_compiler_of_the_gpu_takes_it(unit):
+@pytest.mark.parametrize(("unit", "wide"), [(2, True), (4, False), (4, True), (16, False)])
+def test_the_compiler_of_the_gpu_takes_it(unit, wide):
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.bindings.nvrtc")
     for rounded in (False, True):
-        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 2, True, True))[:4] == b"\x7fELF"
+        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 2, True, True, wide))[:4] == b"\x7fELF"

@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from samebits.kernels import bench_msa, cuda_attend, msa_ops, triton_msa
-from samebits.kernels.cuda_attend import Constants, Variant
+from samebits.kernels.cuda_attend import Variant
 from samebits.kernels.msa import SparseConfig
 from tests.support.msa_cases import make
 
 SHAPES = ((32, 131072), (1, 131072), (8, 131072), (64, 32768))
-FIRST = [Variant(16), Variant(4), Variant(2), Variant(16, quarters=False), Variant(4, quarters=False)]  # of every shape
+# Of every shape.
+FIRST = [Variant(16), Variant(4), Variant(4, wide=True), Variant(2, wide=True), Variant(2)]
+FIRST += [Variant(16, quarters=False), Variant(4, quarters=False)]
 REST = [Variant(unit, tiles, mixed) for unit in (16, 4) for tiles in cuda_attend.TILES for mixed in (True, False)]
 
 
 def named(variant: Variant) -> str:
     """For a line."""
     codes, values = "mixed" if variant.mixed else "plain", "quarters" if variant.quarters else "whole"
-    return f"unit {variant.unit:2d}, tiles {variant.tiles}, {codes} codes, {values:8s}"
+    return f"unit {variant.unit:2d}, tiles {variant.tiles}, {codes} codes, {values:8s}{', wide' if variant.wide else ''}"
 
 
 def differences(have: Tensor, want: Tensor) -> Tensor:
@@ -86,12 +88,11 @@ def shape_lines(requests: int, context: int, until: float) -> Iterator[tuple[str
 
 def compile_all() -> None:
     """Every kernel that follows, side by side."""
-    units = cuda_attend.UNITS
-    small = [Constants(unit, 4, 5, True, rounded, *FIRST[0][1:]) for unit in units for rounded in (False, True)]
-    small += [Constants(unit, 4, 5, True, rounded, *FIRST[3][1:]) for unit in (16, 4) for rounded in (False, True)]
-    large = [Constants(v.unit, bench_msa.GROUPS, bench_msa.HEADS // bench_msa.GROUPS, False, False, *v[1:]) for v in FIRST + REST]
+    small = [(variant, 4, 5, True, rounded) for variant in FIRST for rounded in (False, True)]
+    large = [(variant, bench_msa.GROUPS, bench_msa.HEADS // bench_msa.GROUPS, False, False) for variant in FIRST + REST]
+    every = [cuda_attend._constants(variant, 0, *rest, "cuda") for variant, *rest in small + large]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(cuda_attend.compiled, dict.fromkeys(small + large)))
+        list(pool.map(cuda_attend.compiled, dict.fromkeys(every)))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,7 +14,8 @@ from tests.support.msa_gpu import same
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 SCALE = msa_ops.default_scale()
-VARIANTS = [None, *(Variant(unit) for unit in cuda_attend.UNITS), Variant(16, 4, False, False), Variant(4, 8, True, False)]
+VARIANTS = [None, *(Variant(unit) for unit in cuda_attend.UNITS), Variant(2, wide=True), Variant(4, wide=True)]
+VARIANTS += [Variant(16, 4, False, False), Variant(4, 8, True, False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +59,7 @@ def test_heads_tokens_and_padding(kernels, heads):
         assert equal(kernels, case.q, case.cache, chosen, case.batch, variant), variant
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:4])
+@pytest.mark.parametrize("variant", VARIANTS[:6])
 def test_rounded_reads_and_any_scales(kernels, variant):
     case = make([1, 2, 1], [2500, 129, 700], "nvfp4", device="cuda", seed=11)
     scales = case.cache.data.cpu()
@@ -69,7 +70,7 @@ def test_rounded_reads_and_any_scales(kernels, variant):
         assert equal(kernels, case.q, case.cache, chosen, case.batch, variant, rounded=rounded)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:4])
+@pytest.mark.parametrize("variant", VARIANTS[:6])
 def test_weights_that_vanish(kernels, variant):
     total = [2500, 129, 700]
     case, _ = with_weights_that_vanish(make([1, 1, 1], total, "nvfp4", device="cuda", seed=12), total)
@@ -88,7 +89,7 @@ def test_company_does_not_matter():
         assert same(cuda_attend.attend(case.q[r : r + 1], alone, chosen[r : r + 1], batch, SCALE)[0], want[r : r + 1])
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:4])
+@pytest.mark.parametrize("variant", VARIANTS[1:6])
 def test_replay_in_a_graph(kernels, variant):
     """Captured once between its neighbours of a decode step, replayed with other queries and lengths, 50 times in a row."""
     case = make([1] * 33, [2500 + 31 * r for r in range(33)], "nvfp4", device="cuda", seed=7)
