@@ -23,6 +23,7 @@ from torch import Tensor
 from .msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Pages
 
 SOURCE = Path(__file__).with_name("cuda_attend.cu")
+PARTS = [SOURCE.with_name(name) for name in ("cuda_attend_ptx.cuh", "cuda_attend_block.cuh")]
 TOPK = 16
 PLANE = 9216  # bytes of a block's keys, or values, of one head
 UNITS = (2, 4, 16)
@@ -43,7 +44,7 @@ class Variant(NamedTuple):
     """n-tiles of scores that a warp works on at a time."""
     mixed: bool = True
     """Codes become bf16 by fewer logic instructions and more multiplications."""
-    quarters: bool = True
+    quarters: bool = False
     """The warps of a CTA's last four blocks share the values of these."""
     wide: bool | None = None
     """A block has four warps and not one (2 or 4 blocks a CTA); None: where queries are few."""
@@ -226,7 +227,8 @@ def compiled(constants: Constants) -> bytes:
     """Machine code of the kernel. Raises `RuntimeError` with the compiler's words."""
     from cuda.bindings import nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
+    texts, names = [part.read_bytes() for part in PARTS], [part.name.encode() for part in PARTS]
+    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), len(PARTS), texts, names))
     options = [option.encode() for option in (*SOURCE_OPTIONS, *constants.definitions())]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(error):

@@ -21,8 +21,8 @@ from tests.support.msa_cases import make
 from tests.support.msa_gpu import distance, same
 
 compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-VARIANTS = [Variant(2, tiles=8), Variant(2, wide=True), Variant(4, wide=True), Variant(4), Variant(4, mixed=False, quarters=False)]
-VARIANTS += [Variant(16), Variant(16, quarters=False)]
+VARIANTS = [Variant(2, tiles=8), Variant(2, wide=True), Variant(4, wide=True), Variant(4), Variant(4, mixed=False, quarters=True)]
+VARIANTS += [Variant(16), Variant(16, quarters=True)]
 
 
 @compiler
@@ -89,7 +89,7 @@ def test_padding_reads_no_page_and_gives_zeros(emulated):
 @pytest.mark.parametrize(("mixed", "rounded"), [(False, False), (True, False), (True, True)])
 def test_every_code_under_every_scale(mixed, rounded):
     """At each of the eight places of a word, beside other codes and another scale: value * 2^-7, zeros with the sign of their code."""
-    decode, four = library(Constants(4, 1, 16, True, rounded, 2, mixed, True, False)).decode_word, (ctypes.c_uint32 * 4)()
+    decode, four = library(Constants(4, 1, 16, True, rounded, 2, mixed, False, False)).decode_word, (ctypes.c_uint32 * 4)()
     words = [sum((first + 5 * place) % 16 << 4 * place for place in range(8)) for first in range(16)]
     found, values = [], all_values(rounded) / 128
     for scale in range(256):
@@ -107,7 +107,7 @@ def test_every_code_under_every_scale(mixed, rounded):
 
 @compiler
 def test_log2_is_within_an_ulp_or_two():
-    log2 = library(Constants(4, 1, 16, True, False, 2, True, True, False)).log2_alone
+    log2 = library(Constants(4, 1, 16, True, False, 2, True, False, False)).log2_alone
     x = torch.cat((torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 2048 + 2**-10, 2.0 ** torch.arange(-10, 12)))
     have = torch.tensor([log2(v) for v in x.tolist()])
     assert torch.allclose(have.double(), x.double().log2(), rtol=2e-7, atol=1e-7)
@@ -262,4 +262,4 @@ def test_the_compiler_of_the_gpu_takes_it(unit, wide):
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.bindings.nvrtc")
     for rounded in (False, True):
-        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 2, True, True, wide))[:4] == b"\x7fELF"
+        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 2, True, wide, wide))[:4] == b"\x7fELF"

@@ -24,7 +24,7 @@ from tests.support.msa_cases import make
 SHAPES = ((32, 131072), (1, 131072), (8, 131072), (64, 32768))
 # Of every shape.
 FIRST = [Variant(16), Variant(4), Variant(4, wide=True), Variant(2, wide=True), Variant(2)]
-FIRST += [Variant(16, quarters=False), Variant(4, quarters=False)]
+FIRST += [Variant(16, quarters=True), Variant(4, quarters=True)]
 REST = [Variant(unit, tiles, mixed) for unit in (16, 4) for tiles in cuda_attend.TILES for mixed in (True, False)]
 
 

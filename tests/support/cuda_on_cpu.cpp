@@ -1,5 +1,5 @@
 // A library that runs the kernel of `kernels/cuda_attend.cu` on the CPU.
-#include <algorithm>
+#include <utility>
 #define EMULATED
 #include "cuda_attend.cu"
 

@@ -1,8 +1,9 @@
-// The primitives of `kernels/cuda_attend.cu` made of plain operations, and a scheduler that runs the threads of a cluster as fibers.
+// `kernels/cuda_attend_ptx.cuh` made of plain operations, and a scheduler that runs the threads of a cluster as fibers.
 //
-// Whatever waits (barriers, votes, shuffles, MMAs) hands over to another fiber, in an order that is drawn anew in every round, and some warps
-// run far ahead of others, so that a missing barrier shows. A bulk copy leaves rubbish where its bytes will be, until somebody waits for it; so does shared memory that
-// nobody wrote. An MMA sums in double and rounds once: bits are those of the hardware where sums are exact.
+// Whatever waits (barriers, votes, shuffles, MMAs) hands over to another fiber, in an order that is drawn anew in every round, and some
+// warps run far ahead of others, so that a missing barrier shows. A bulk copy leaves rubbish where its bytes will be, until somebody waits
+// for it; so does shared memory that nobody wrote. An MMA sums in double and rounds once: bits are those of the hardware where sums are
+// exact.
 #undef _FORTIFY_SOURCE // jumps between stacks
 #include <setjmp.h>
 #include <ucontext.h>
@@ -12,8 +13,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <random>
 #include <vector>
 
 #define INLINE static inline
@@ -45,7 +44,7 @@ struct Cta {
     char* shared;
     Meeting named[16];
     Warp warps[32];
-    std::map<u64*, Copy> copies;
+    Copy copies[64]; // by the place of their barrier
 };
 
 struct Fiber { ucontext_t start; jmp_buf here; std::vector<char> stack; int cta, thread; bool started, done; };
@@ -212,19 +211,21 @@ enum : u64 { MADE = 0x1111, ASKED, OPEN };
 static void barrier_init(u64* barrier) { *barrier = MADE; }
 static void copies_see() {}
 
+static Copy& copy_of(u64* barrier) { return cta().copies[barrier - (u64*)(cta().shared + BARRIERS)]; }
+
 static void copy_plane(void* to, const void* from, u64* barrier) {
     if (*barrier != MADE) fail("a barrier that was not made, or is in use");
     if ((uintptr_t)from % 16 || ((char*)to - cta().shared) % 16) fail("a bulk copy needs 16-byte addresses");
     *barrier = ASKED;
     poison(to, PLANE);
-    cta().copies[barrier] = {(char*)to, from};
+    copy_of(barrier) = {(char*)to, from};
     events++;
 }
 
 static void wait_for(u64* barrier) {
     while (*barrier == MADE) hand_over();
     if (*barrier == ASKED) {
-        memcpy(cta().copies[barrier].to, cta().copies[barrier].from, PLANE);
+        memcpy(copy_of(barrier).to, copy_of(barrier).from, PLANE);
         *barrier = OPEN;
         events++;
     }
@@ -235,7 +236,8 @@ static void after_the_kernel_before() {}
 static char* shared_memory() { return cta().shared; }
 
 static void run_cluster(int first, unsigned seed, void (*body)()) {
-    std::mt19937 random(seed);
+    u64 state = seed;
+    auto random = [&state] { return (state = state * 6364136223846793005u + 1442695040888963407u) >> 33; };
     ctas.clear();
     ctas.resize(CTAS);
     for (Cta& c : ctas) {
@@ -261,7 +263,7 @@ static void run_cluster(int first, unsigned seed, void (*body)()) {
     for (size_t i = 0; i < order.size(); i++) order[i] = i;
     for (size_t left = fibers.size(); left;) {
         long before = events;
-        std::shuffle(order.begin(), order.end(), random);
+        for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random() % i]);
         for (int warp : order)
             for (int turns = random() % 8 ? 1 : 500; turns; turns--) { // now and then one runs far ahead
                 long moved = events;

@@ -15,7 +15,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 SCALE = msa_ops.default_scale()
 VARIANTS = [None, *(Variant(unit) for unit in cuda_attend.UNITS), Variant(2, wide=True), Variant(4, wide=True)]
-VARIANTS += [Variant(16, 4, False, False), Variant(4, 8, True, False)]
+VARIANTS += [Variant(16, 4, False, True), Variant(4, 8, True, True)]
 
 
 @pytest.fixture(scope="module", autouse=True)
