@@ -6,6 +6,8 @@ cache, and the median replay is divided by their number. Prefill, training and g
 `bench_heads` follow. The copy that gives the bandwidth runs first, in the same process; a floor is the bytes that must be moved (keys of
 the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
+Decode over NVFP4 pages has a line of `cuda_attend` too, which says whether its bits are those of the line `attention`.
+
 Peers (`bench_msa_peers`), where they can be imported, get the same pages, queries and choices; otherwise their absence is recorded. Before
 a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests. `compared` sets lines beside those that
 they must beat. The file is written after every line; `--part` runs parts alone.
@@ -25,8 +27,8 @@ from torch import Tensor
 from samebits.quant import bench as formats
 from samebits.quant import kv
 
-from . import msa_ops
-from .bench_msa_peers import Peer, Prefill, lines, load_peers
+from . import cuda_attend, msa_ops
+from .bench_msa_peers import Call, Peer, Prefill, lines, load_peers
 from .bench_record import Record, Save, chosen_parts, command, nowhere
 from .msa import SparseConfig
 from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
@@ -38,6 +40,7 @@ LONG = 32768  # tokens of prefill and training
 FORMATS = ("nvfp4", "fp8", "bf16")
 BYTES = {"nvfp4": 72, "fp8": 128, "bf16": 256}  # of one head row
 CONFIG = SparseConfig()
+ONE_LAUNCH = "attention, one launch"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,8 +96,26 @@ def decode(case: Case, copy: float, peers: list[Peer], repeat: int) -> Iterator[
         if name in floors:
             line |= {"floor_us": floors[name], "of_floor": floors[name] / line["us"]}
         yield line
+    yield from lines(head | {"peer": "one launch"}, one_launch, (case,), partial(replay, repeat=repeat))
     for peer in peers:
         yield from lines(head | {"peer": peer.name}, peer.decode, (case,), partial(replay, repeat=repeat))
+
+
+def one_launch(case: Case) -> dict[str, Call]:
+    """The line of `cuda_attend` where it takes the shape; its distance is the share of outputs whose bits are not those of `attention`."""
+    from . import triton_msa
+
+    if not cuda_attend.takes(case.queries[0], case.cache, case.chosen[0], case.batch):
+        return {}
+
+    def attend(i: int, by: Callable[..., tuple[Tensor, Tensor | None]]) -> Tensor:
+        return by(case.queries[i], case.cache, case.chosen[i], case.batch, msa_ops.default_scale())[0]
+
+    def different() -> float:
+        have, want = (attend(0, by).view(torch.int16) for by in (cuda_attend.attend, triton_msa.attend))
+        return (have != want).float().mean().item()
+
+    return {ONE_LAUNCH: Call([lambda i=i: attend(i, cuda_attend.attend) for i in range(len(case.queries))], different)}
 
 
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -120,12 +141,13 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if requests is None or peer not in ("vllm", "flashinfer"):
             continue
         for own in FORMATS:
-            row(
-                f"{operation}: {peer} on {form} over ours on {own}",
-                f"{requests} x {context}",
-                times.get((requests, context, own, operation)),
-                us,
-            )
+            for ours in (operation, ONE_LAUNCH) if operation == "attention" else (operation,):
+                row(
+                    f"{ours}: {peer} on {form} over ours on {own}",
+                    f"{requests} x {context}",
+                    times.get((requests, context, own, ours)),
+                    us,
+                )
 
     def at(tokens: int, form: str, name: str) -> float | None:
         return times.get((None, tokens, form, name))
