@@ -229,6 +229,19 @@ def test_a_diverged_run_says_so(monkeypatch):
         train(SMALL, Training(steps=3, tokens=512), 0, CPU, progress=False)
 
 
+def test_keys_that_are_no_numbers_are_a_diverged_run(monkeypatch):
+    """By the loss, not by an error of the cache's format: only the loss makes a build forget its state."""
+
+    def initialised(*arguments):
+        made = initialise(*arguments)
+        made["model.layers.0.self_attn.k_proj.weight"].fill_(float("nan"))
+        return made
+
+    monkeypatch.setattr(mini_train, "initialise", initialised)
+    with pytest.raises(FloatingPointError, match="loss nan at step 1"):
+        train(SMALL, Training(steps=1, tokens=512), 0, CPU, progress=False)
+
+
 # ------------------------------------------------------------------------------------------------------------------------ build
 
 

@@ -131,8 +131,14 @@ class _Copies(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
         kinds = {t.device.type for t in tensors if t.dim() or t.device.type != "cpu"}
         if len(kinds) > 1:
-            self.seen.copies.append(f"{function} at {_here()}")
+            ahead = " and goes on" if _asynchronous(function, args, kwargs or {}) else ""
+            self.seen.copies.append(f"{function}{ahead} at {_here()}")
         return out
+
+
+def _asynchronous(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy is not waited for, where the host's memory is pinned."""
+    return bool(kwargs.get("non_blocking", function is torch.ops.aten.copy_.default and len(args) > 2 and args[2]))
 
 
 def _address(tensor: FakeTensor) -> int:
