@@ -221,7 +221,8 @@ class _Step:
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # Of a capture that fails, torch leaves its stream the current one: the outer block takes that back.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._logits = self._next(self._ids, self._positions)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import get_profile
-from samebits.recipes import cli, mini_m3, mini_train
+from samebits.recipes import cli, mini_m3, mini_model, mini_train
 from samebits.recipes.check import check
 from samebits.recipes.config import load_recipe
 from samebits.recipes.mini_keep import Position
@@ -121,6 +122,43 @@ def test_samples_continue_prompts_of_any_length_as_one_forward_does(weights, tem
 
 
 # ------------------------------------------------------------------------------------------------------------- corpus, training
+
+
+def test_a_refused_capture_is_said_and_leaves_the_stream_as_it_was(monkeypatch):
+    """As torch ends a capture that something made impossible: it raises before it takes the stream back."""
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    class Within:
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.stream
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    class Capture(Within):
+        def __init__(self, graph: object, capture_error_mode: str) -> None:
+            super().__init__(Stream())
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    main = Stream()
+    current = [main]
+    fakes = {"Stream": Stream, "stream": Within, "graph": Capture, "CUDAGraph": object, "current_stream": lambda: current[0]}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), next=lambda weights, cache, ids, positions: ids + positions)
+    step = mini_model._Step(gpu, {}, None)
+    with pytest.warns(UserWarning, match="no CUDA graph of a sampled token"):
+        assert step(torch.tensor([1]), torch.tensor([2])).item() == 3
+    assert current == [main]
+    assert step(torch.tensor([1]), torch.tensor([5])).item() == 6
 
 
 def test_targets_are_the_responses_and_their_ends():

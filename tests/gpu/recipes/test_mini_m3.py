@@ -64,7 +64,7 @@ def test_tokens_of_the_graph_are_those_of_its_kernels(monkeypatch):
         return model.sample(weights, prompts, 40, EOS, PAD, temperature, torch.Generator(DEVICE).manual_seed(3)).tolist()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="no CUDA graph of a sampled token")
         graph = [samples(t) for t in (0.0, 1.0)]
     assert len(replays) == 2 * 39
     monkeypatch.setattr(mini_model._Step, "_captured", lambda *_: None)
@@ -84,6 +84,7 @@ def test_a_refused_capture_is_said_and_sampling_goes_on(monkeypatch):
     monkeypatch.setattr(model, "next", waits)
     with pytest.warns(UserWarning, match="no CUDA graph of a sampled token"):
         assert model.sample(weights, prompts, 8, EOS, PAD, 0.0).tolist() == want
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 def test_greedy_samples_are_what_one_forward_says():
