@@ -112,7 +112,7 @@ class MiniModel:
                 *(w[f"{a}{n}_norm.weight"] for n in "qk"), cos, sin, s.head_dim,
             )  # fmt: skip
             if self.quantized_kv:
-                # Without a look for NaN, which waits for the device: what is not finite here is not finite in the residual, and so in the loss.
+                # Without a look for NaN, which waits for the device: where these are not finite, neither is the loss.
                 k, v = (kv.round_trip(t, name=None) for t in (k, v))
             out = attend(layer, q, k, v).flatten(1)
             post, o_proj = w[p + "post_attention_layernorm.weight"], w[a + "o_proj.weight"]

@@ -1,4 +1,4 @@
-"""The mini M3's training never waits for the device in a step, and a sampled token can be captured: seen without a GPU, see `on_fake_cuda`."""
+"""A step of the mini M3's training waits for nothing, and a sampled token can be captured: seen without a GPU, see `on_fake_cuda`."""
 
 from __future__ import annotations
 
