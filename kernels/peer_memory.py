@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 PATIENCE_S = 300
 """Seconds that a kernel waits for another rank: as long as vLLM waits for a step. Ranks may be apart by what one compiles or loads."""
 
