@@ -52,7 +52,7 @@ def exact():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_and_gradients_are_those_of_the_cpu(exact, compiled):
-    """As near to fp32 as bf16 is on a CPU, but for a factor: sums come in another order, and other tokens between two experts change over."""
+    """As near to fp32 as bf16 is on a CPU, but for a factor: sums come in another order, and other tokens change their expert."""
     losses, gradients, by_rounding, of_gradient = exact
     got, found = step(DEVICE, torch.bfloat16, compiled)
     assert distance(got, losses) < 2 * by_rounding
