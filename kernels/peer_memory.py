@@ -53,7 +53,7 @@ def addressable(group: dist.ProcessGroup | None = None) -> bool:
 
 def agreed(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether every rank of `group` (with a CPU backend) says so. All ranks call it."""
-    said = torch.tensor([int(mine)])
+    said = torch.tensor([int(mine)], device="cpu")  # a model may be under construction on its device
     dist.all_reduce(said, dist.ReduceOp.MIN, group=group)
     return bool(said.item())
 

@@ -12,7 +12,7 @@ import torch
 from samebits.kernels.activation import SwiGLU
 from samebits.kernels.expert_peers import PeerExperts
 from samebits.kernels.expert_tiles import NVFP4Tiles
-from samebits.kernels.peer_memory import PATIENCE_S, PeerMemory
+from samebits.kernels.peer_memory import PATIENCE_S, PeerMemory, agreed
 from tests.support.interpreter import interpreted
 
 
@@ -63,6 +63,12 @@ def test_an_inbox_takes_what_it_has_room_for(rows, topk, blocks, says):
     scores, out = torch.empty(rows, 1, blocks, device="meta"), torch.empty(rows, 1, topk)
     with pytest.raises(ValueError, match=says):
         exchange(scores, SimpleNamespace(world=2), SparseConfig(topk=topk), inbox, out, send=True, merge=True)
+
+
+def test_ranks_agree_on_the_host_wherever_tensors_are_made(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda said, *_, **__: None)
+    with torch.device("meta"):
+        assert agreed(True) and not agreed(False)
 
 
 def test_a_barrier_is_not_waited_at_for_ever():
