@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from .peer_memory import PATIENCE_S
 from .triton_target import has_ptx
-from .triton_tiles import INTERPRETED
 
 PATIENCE = tl.constexpr(PATIENCE_S * 10**9)
 ID_BITS = tl.constexpr(22)
@@ -94,7 +93,7 @@ def exchange_kernel(
 ):
     """One query and index head a program. Block j of this rank is block j * WORLD + rank of the context."""
     row = tl.program_id(0).to(tl.int64)
-    if not INTERPRETED:
+    if has_ptx():
         gdc_wait()
         gdc_launch_dependents()
     call, tag = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)

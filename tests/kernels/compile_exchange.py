@@ -1,7 +1,11 @@
-"""PTX of the exchange of candidates over peer memory, a line, and that over an all-gather, for Hopper: a process of its own."""
+"""Assembly of the exchange of candidates over peer memory, a line, and of that over an all-gather: a process of its own.
+
+`python -m tests.kernels.compile_exchange cuda|hip`: for Hopper (PTX) or an MI355X.
+"""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -16,13 +20,17 @@ from samebits.kernels.msa_ops import batch_of
 from .compile_for import NoDevice
 
 
-def main() -> None:
+TARGETS = {"cuda": (GPUTarget("cuda", 90, 32), "ptx"), "hip": (GPUTarget("hip", "gfx950", 64), "amdgcn")}
+
+
+def main(name: str) -> None:
     """Print both."""
-    driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
+    target, kind = TARGETS[name]
+    driver.set_active(NoDevice(target))
     original, found = JITFunction.run, []
 
     def run(self, *args, grid, warmup, **kwargs):
-        found.append(original(self, *args, grid=grid, warmup=True, **kwargs).asm["ptx"])
+        found.append(original(self, *args, grid=grid, warmup=True, **kwargs).asm[kind])
 
     JITFunction.run = run
     share, words = share_of(batch_of([1, 1], [2500, 130]), 2, 0), torch.zeros(2, 2, 8, 16, dtype=torch.int64)
@@ -36,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
