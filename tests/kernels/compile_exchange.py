@@ -19,7 +19,6 @@ from samebits.kernels.msa_ops import batch_of
 
 from .compile_for import NoDevice
 
-
 TARGETS = {"cuda": (GPUTarget("cuda", 90, 32), "ptx"), "hip": (GPUTarget("hip", "gfx950", 64), "amdgcn")}
 
 
