@@ -198,7 +198,15 @@ def _sleep_beside_others() -> None:
     Worker.sleep = sleep
 
 
-_applied = False
+_applied = _applied_in_worker = False
+
+
+def apply_in_worker() -> None:
+    """Apply the patch of what only a worker has loaded, which a model of ours calls when it is built there. As `apply`."""
+    global _applied_in_worker
+    if not _applied_in_worker:
+        _sleep_beside_others()
+        _applied_in_worker = True
 
 
 def apply() -> None:
@@ -213,5 +221,4 @@ def apply() -> None:
     _logprobs()
     _answers()
     _reset_at_rest()
-    _sleep_beside_others()
     _applied = True

@@ -41,6 +41,7 @@ def test_another_version_is_refused(monkeypatch):
 @pytest.mark.parametrize("patch", ["_memory_adapters", "_capturer", "_routes_on_cpu", "_answers", "_reset_at_rest", "_sleep_beside_others"])
 def test_a_patch_refuses_a_target_that_is_already_something_else(patch):
     rollout.register()
+    vllm_patches.apply_in_worker()
     with pytest.raises(vllm_patches.PatchTargetChanged, match=r"is not as in 0\.31\.0"):
         getattr(vllm_patches, patch)()
 
@@ -60,7 +61,10 @@ def test_an_engine_sleeps_while_another_job_takes_memory(monkeypatch, caplog):
 
     from samebits.rollout import settings
 
-    rollout.register()
+    vllm_patches.apply_in_worker()
+    once = Worker.sleep
+    vllm_patches.apply_in_worker()
+    assert Worker.sleep is once
     free, slept = [], []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free.pop(0), 100))
