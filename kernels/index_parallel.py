@@ -216,7 +216,8 @@ def exchange(scores: Tensor, share: Share, config: SparseConfig, inbox: Inbox, o
     import triton
 
     from .triton_index_parallel import exchange_kernel
-    from .triton_tiles import INTERPRETED, on
+    from .triton_target import nvidia_options
+    from .triton_tiles import on
 
     tokens, groups, blocks = scores.shape
     rows = tokens * groups
@@ -251,8 +252,8 @@ def exchange(scores: Tensor, share: Share, config: SparseConfig, inbox: Inbox, o
             SEND=send,
             MERGE=merge,
             TAGGED=inbox.shared is not None,
-            launch_pdl=send and not INTERPRETED.value,
             num_warps=max(1, min(8, size // 256)),
+            **nvidia_options(launch_pdl=send),
         )
 
 

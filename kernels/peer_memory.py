@@ -1,6 +1,9 @@
 """Memory of every GPU of a group that each of them can address, over NVLink (torch's symmetric memory).
 
 Kernels here store to it and load from it by plain addresses. NVLink multicast (multimem) is not used, and is kept from being set up.
+
+A rank that has died, or whose host raised before it launched its part, never arrives. Whoever waits for it on the device gives up after
+`PATIENCE_S` and traps: the next call that looks at the device raises, and the process ends instead of keeping a GPU busy for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+PATIENCE_S = 300
+"""Seconds that a kernel waits for another rank: as long as vLLM waits for a step. Ranks may be apart by what one compiles or loads."""
+
 
 class Shared(Protocol):
     """One tensor a rank."""
@@ -22,7 +28,10 @@ class Shared(Protocol):
     addresses: Tensor  # int64 [world], where each rank's tensor is, on the device
 
     def barrier(self, channel: int) -> None:
-        """On the current stream: what ranks did before is done on all. Barriers of different channels may be under way together."""
+        """On the current stream: what ranks did before is done on all. Barriers of different channels may be under way together.
+
+        The kernel traps where another rank does not come within `PATIENCE_S`.
+        """
 
 
 def addressable(group: dist.ProcessGroup | None = None) -> bool:
@@ -44,7 +53,7 @@ def addressable(group: dist.ProcessGroup | None = None) -> bool:
 
 def agreed(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether every rank of `group` (with a CPU backend) says so. All ranks call it."""
-    said = torch.tensor([int(mine)])
+    said = torch.tensor([int(mine)], device="cpu")  # a model may be under construction on its device
     dist.all_reduce(said, dist.ReduceOp.MIN, group=group)
     return bool(said.item())
 
@@ -70,7 +79,7 @@ class PeerMemory:
 
     def barrier(self, channel: int) -> None:
         """See `Shared`."""
-        self._handle.barrier(channel=channel)
+        self._handle.barrier(channel=channel, timeout_ms=PATIENCE_S * 1000)
 
     def of(self, rank: int) -> Tensor:
         """Another rank's tensor."""

@@ -7,16 +7,19 @@ are the best 16 of all blocks, because words never tie.
 Over peer memory all three steps are one kernel. A word carries a tag of its call in bits 54 to 62, so that a word is its own flag: the
 reader waits until all it needs carry the tag, and nothing else is sent or waited for (8 bytes are stored and loaded whole). Calls
 alternate between two inboxes; a rank that writes to one again has read an answer which its peers sent after they had read that inbox.
+Words of a rank that is gone never come: after `peer_memory.PATIENCE_S` the reader traps, which ends its process with an error of CUDA.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from .triton_tiles import INTERPRETED
+from .peer_memory import PATIENCE_S
+from .triton_target import has_ptx
 
+PATIENCE = tl.constexpr(PATIENCE_S * 10**9)
 ID_BITS = tl.constexpr(22)
 LAST_ID = tl.constexpr((1 << 22) - 1)
 TAG_AT = tl.constexpr(54)
@@ -59,6 +62,13 @@ def _best(order, free, TOPK: tl.constexpr, FORCED: tl.constexpr, SIZE: tl.conste
 
 
 @triton.jit
+def _give_up_after(began):
+    """Trap where the words that began to be waited for at `began` (ns) should have come long ago."""
+    if globaltimer() - began > PATIENCE:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def exchange_kernel(
     scores_ptr,  # fp32 [T, G, blocks], of this rank's blocks
     position_ptr,  # int32 [T], in the whole context; -1 for padding
@@ -83,7 +93,7 @@ def exchange_kernel(
 ):
     """One query and index head a program. Block j of this rank is block j * WORLD + rank of the context."""
     row = tl.program_id(0).to(tl.int64)
-    if not INTERPRETED:
+    if has_ptx():
         gdc_wait()
         gdc_launch_dependents()
     call, tag = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
@@ -119,8 +129,13 @@ def exchange_kernel(
         here = inbox_ptr + ((half + i // TOPK) * room + row) * TOPK + i % TOPK
         words = tl.load(here, mask=mask, other=0, volatile=True)
         if TAGGED:
+            began = tl.full([], 0, tl.int64)
+            if has_ptx():
+                began = globaltimer()
             while tl.min(((words >> TAG_AT == tag) | (i >= WORLD * TOPK)).to(tl.int32), axis=0) == 0:
                 words = tl.load(here, mask=mask, other=0, volatile=True)
+                if has_ptx():
+                    _give_up_after(began)
             words -= tl.where(mask, tag << TAG_AT, 0)
             tl.store(calls_ptr + row, (call + 1) % CALLS)
         larger = tl.sum((words[None, :] > words[:, None]).to(tl.int32), axis=1)

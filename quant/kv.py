@@ -135,8 +135,8 @@ def _places(slots: Tensor, head_dim: int, side: int) -> tuple[Tensor, Tensor]:
     return token * (head_dim // 2) + code, PAGE * (head_dim // 2) + scales
 
 
-def _quantize(x: Tensor) -> nvfp4.NVFP4Tensor:
-    return nvfp4.quantize(x, torch.ones((), device=x.device), name="KV row")
+def _quantize(x: Tensor, name: str | None = "KV row") -> nvfp4.NVFP4Tensor:
+    return nvfp4.quantize(x, torch.ones((), device=x.device), name=name)
 
 
 def _values(codes: Tensor, scales: Tensor, dtype: torch.dtype, rounded: bool) -> Tensor:
@@ -153,14 +153,18 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 class _RoundTrip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, rounded: bool) -> Tensor:
-        return read(write(x), x.shape[-1], x.dtype, rounded)
+    def forward(ctx, x: Tensor, rounded: bool, name: str | None) -> Tensor:
+        t = _quantize(x, name)
+        return _values(t.codes, t.block_scales, x.dtype, rounded)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, None
+        return grad, None, None
 
 
-def round_trip(x: Tensor, rounded: bool = False) -> Tensor:
-    """What an NVFP4 cache gives back for `x` [..., D], with a straight-through gradient; `rounded`: as E4M3, see the module."""
-    return _RoundTrip.apply(x, rounded)
+def round_trip(x: Tensor, rounded: bool = False, name: str | None = "KV row") -> Tensor:
+    """What an NVFP4 cache gives back for `x` [..., D], with a straight-through gradient; `rounded`: as E4M3, see the module.
+
+    name: what errors call `x`. None: nothing is looked for, so that nothing waits for a device; NaN and infinity give anything.
+    """
+    return _RoundTrip.apply(x, rounded, name)

@@ -1,7 +1,9 @@
 """Runs stock verl to its end, or ends it: when it takes too long, and when a part of it failed and the rest waits for ever.
 
 verl's driver does not end when a worker or the engine fails in a sync: the traceback is printed and the sender waits. So a job that has
-printed a traceback and then finishes no step for `STALLED_S` has failed. What verl prints is kept in a file.
+printed a traceback and then neither finishes a step nor prints a line for `STALLED_S` has failed, and one that only prints after three
+times as long. Not every traceback is an error: packages print some of what they do without, and an engine compiles and captures for
+minutes before the first step. What verl prints is kept in a file.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STALLED_S = 120.0
-"""Seconds without a step after a traceback until the job has failed."""
+"""Seconds without a step and without a line after a traceback until the job has failed."""
+_PATIENCE = 3  # times as long where it still prints
 _GRACE_S = 15.0
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"\b((?:\w+\.)*(?:[A-Z]\w*)?(?:Error|Exception)): (.+)")
@@ -37,13 +40,15 @@ class _Output(threading.Thread):
         self.pipe, self.log, self.shown = pipe, log, shown
         self.traced = False
         """Whether a traceback was printed."""
+        self.heard = time.monotonic()
+        """When it printed last."""
         self.errors: list[str] = []
         self.last = "it printed nothing"
 
     def run(self) -> None:
         with self.log.open("w") as log:
             for raw in self.pipe:
-                line = raw.decode(errors="replace").rstrip()
+                line, self.heard = raw.decode(errors="replace").rstrip(), time.monotonic()
                 print(line, file=log, flush=True)
                 if self.shown:
                     print(line, file=sys.stderr, flush=True)
@@ -69,7 +74,7 @@ def run(
 ) -> None:
     """Run `command` in `folder` with exactly `environment`; a step is done whenever `metrics` grows.
 
-    Raises `BaselineFailed` when it ends badly, has not ended after `limit` seconds, or stands still for `stalled` after a traceback.
+    Raises `BaselineFailed` when it ends badly, has not ended after `limit` seconds, or stands still after a traceback, for `stalled`.
     """
     process = subprocess.Popen(
         command,
@@ -93,8 +98,10 @@ def run(
                 moved = now
             if now - started > limit:
                 problem = f"it did not end within {limit:g} s"
-            elif now - moved > stalled:
+            elif now - max(moved, output.heard) > stalled:
                 problem = f"it stood still for {stalled:g} s after an error"
+            elif now - moved > _PATIENCE * stalled:
+                problem = f"it finished no step for {_PATIENCE * stalled:g} s after an error"
     finally:
         _end(process)
     output.join(timeout=5)

@@ -130,6 +130,7 @@ class _Build:
                 write_tensors(kept, weights, record["trained"])
                 state.unlink(missing_ok=True)
             self.work.save()
+            self.interrupts.wait = False
             self.interrupts.look()
         if "head_scale" not in record:
             with self.work.phase("head scale"), Line("head scale", self.console, self.shown):

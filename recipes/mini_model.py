@@ -26,7 +26,7 @@ from samebits.kernels.moe import route_topk
 from samebits.kernels.msa import packed_attention, pad_packed
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import apply_rope, rope_table
-from samebits.quant import kv, nvfp4
+from samebits.quant import kv
 
 from .tiny_model import ACTIVATION, EPS, Sizes, Weights
 
@@ -70,7 +70,6 @@ class Cache:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of a layer: index, q [T, heads, D], k and v [T, kv_heads, D] to [T, heads, D]."""
-RoundTrip = Callable[[Tensor], Tensor]
 LOOK_EVERY = 16
 """Tokens between two looks at whether all samples have ended; each waits for the device."""
 
@@ -100,7 +99,7 @@ class MiniModel:
         """Logits fp32 [T, V] of packed documents; `weights` from `rounded`."""
         return self._run(weights, batch.ids, batch.positions, _packed_attention(batch, self.sizes))
 
-    def _run(self, w: Weights, ids: Tensor, positions: Tensor, attend: Attend, cached: RoundTrip = kv.round_trip) -> Tensor:
+    def _run(self, w: Weights, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         s = self.sizes
         cos, sin = (t.index_select(0, positions) for t in self._table)
         residual = F.embedding(ids, w["model.embed_tokens.weight"]).to(self.dtype)
@@ -113,7 +112,8 @@ class MiniModel:
                 *(w[f"{a}{n}_norm.weight"] for n in "qk"), cos, sin, s.head_dim,
             )  # fmt: skip
             if self.quantized_kv:
-                k, v = cached(k), cached(v)
+                # Without a look for NaN, which waits for the device: where these are not finite, neither is the loss.
+                k, v = (kv.round_trip(t, name=None) for t in (k, v))
             out = attend(layer, q, k, v).flatten(1)
             post, o_proj = w[p + "post_attention_layernorm.weight"], w[a + "o_proj.weight"]
             mlp = m + "shared_experts." if moe else m
@@ -186,7 +186,7 @@ class MiniModel:
             q = q.unflatten(1, (self.sizes.kv_heads, -1))
             return F.scaled_dot_product_attention(q, cache.keys[layer], cache.values[layer], attn_mask=seen).flatten(1, 2)
 
-        return self._run(weights, ids, positions, attend, _unwatched_round_trip)
+        return self._run(weights, ids, positions, attend)
 
 
 class _Step:
@@ -221,7 +221,8 @@ class _Step:
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # Of a capture that fails, torch leaves its stream the current one: the outer block takes that back.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._logits = self._next(self._ids, self._positions)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -236,11 +237,6 @@ def pack_ids(documents: list[list[int]]) -> Packed:
     ends = F.pad(lengths.cumsum(0), (1, 0))
     ids = torch.tensor([t for d in documents for t in d])
     return Packed(ids, torch.arange(len(ids)) - ends[:-1].repeat_interleave(lengths), ends.to(torch.int32), int(lengths.max()))
-
-
-def _unwatched_round_trip(x: Tensor) -> Tensor:
-    """`kv.round_trip` without a look for NaN, which waits for the device."""
-    return nvfp4.dequantize(nvfp4.quantize(x, torch.ones((), device=x.device), name=None), x.dtype)
 
 
 def _packed_attention(batch: Packed, sizes: Sizes) -> Attend:

@@ -160,6 +160,7 @@ def train(
     """Weights after training on the corpus (fp32, on `device`), and what was done.
 
     With `states` it goes on from the state that they hold, and keeps its own there.
+    `states.interrupts` wait at its end, for the caller to keep what it made and to look then.
     Raises `FloatingPointError` when the loss is no longer finite, `Interrupted` when `states.interrupts` were asked: the last step is kept.
     """
     try:
@@ -206,7 +207,7 @@ class _Run:
         which = 0 if spent < recipe.slip_from else 1
         batch, targets = next(self.corpora[which])
         logits = self.model.forward(self.model.rounded(self.weights), batch.to(self.device))
-        self.loss = F.cross_entropy(logits, targets.to(self.device), ignore_index=PAD)
+        self.loss = F.cross_entropy(logits, targets.to(self.device, non_blocking=True), ignore_index=PAD)
         for w in self.trained.values():
             w.grad = None
         self.loss.backward()
@@ -254,7 +255,6 @@ class _Run:
         if self.states is not None:
             begun = time.perf_counter()
             self.states.finish()
-            self.states.interrupts.wait = False
             at.keeping += time.perf_counter() - begun
         self.budget.note()
         speed = sorted(at.speeds)[len(at.speeds) // 2] if at.speeds else at.step * recipe.tokens / at.seconds

@@ -30,6 +30,7 @@ from samebits.kernels.taps import tap
 from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
 
 from . import settings as engine_settings
+from . import vllm_patches
 from .attention import Attention, Rotation
 from .group import Group
 from .layers import Embedding, Head, Projection
@@ -248,6 +249,7 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         super().__init__()
         self.settings = engine_settings.check(vllm_config)
         engine_settings.serving = True
+        vllm_patches.apply_in_worker()
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.group = Group.of_engine(config.num_local_experts)

@@ -87,8 +87,11 @@ class AdapterSlots:
         for i, slot in slots.items():
             if i > 0:
                 table[i] = slot
+        told = torch.from_numpy(table[np.maximum(ids, 0)])
+        if self.device.type == "cuda":  # from memory that is not pinned the host would wait for the step before
+            told = told.pin_memory()
         self._token_slots.fill_(-1)
-        self._token_slots[: len(ids)] = torch.from_numpy(table[np.maximum(ids, 0)]).to(self.device)
+        self._token_slots[: len(ids)].copy_(told, non_blocking=True)
 
     def select(self, lora: LoRA, tokens: int) -> tuple[LoRA | None, Tensor | None]:
         """What the ops take: the LoRA slots and each token's slot. (None, None) when no token has an adapter; where slots are not told

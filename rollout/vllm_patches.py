@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import vllm
 
 VERSION = "0.31.0"
+log = logging.getLogger(__name__)
 
 
 class PatchTargetChanged(RuntimeError):
@@ -174,7 +176,37 @@ def _reset_at_rest() -> None:
     Scheduler.reset_prefix_cache = reset_prefix_cache
 
 
-_applied = False
+def _sleep_beside_others() -> None:
+    """A worker that went to sleep asserts that the card has no less free memory than before. The driver counts all processes: where one of
+    another job takes more meanwhile than the engine gave back, everything is asleep as it should be, and the assertion ends the engine.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from . import settings
+
+    original = Worker.sleep
+    _require(_source(original) == "cd3cfcc4bb55", "gpu_worker.Worker.sleep")
+
+    def sleep(self: Any, level: int = 1) -> None:
+        try:
+            original(self, level)
+        except AssertionError as error:  # the last thing that it does but for a line of its log
+            if not settings.serving or str(error) != "Memory usage increased after sleeping.":
+                raise
+            log.warning("samebits: another process took memory of the GPU while the engine went to sleep")
+
+    Worker.sleep = sleep
+
+
+_applied = _applied_in_worker = False
+
+
+def apply_in_worker() -> None:
+    """Apply the patch of what only a worker has loaded, which a model of ours calls when it is built there. As `apply`."""
+    global _applied_in_worker
+    if not _applied_in_worker:
+        _sleep_beside_others()
+        _applied_in_worker = True
 
 
 def apply() -> None:

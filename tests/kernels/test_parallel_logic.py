@@ -1,5 +1,8 @@
 """What of the kernels between GPUs can be shown without GPUs: three processes with each other's memory, in the interpreter."""
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ import torch
 from samebits.kernels.activation import SwiGLU
 from samebits.kernels.expert_peers import PeerExperts
 from samebits.kernels.expert_tiles import NVFP4Tiles
+from samebits.kernels.peer_memory import PATIENCE_S, PeerMemory, agreed
 from tests.support.interpreter import interpreted
 
 
@@ -59,3 +63,40 @@ def test_an_inbox_takes_what_it_has_room_for(rows, topk, blocks, says):
     scores, out = torch.empty(rows, 1, blocks, device="meta"), torch.empty(rows, 1, topk)
     with pytest.raises(ValueError, match=says):
         exchange(scores, SimpleNamespace(world=2), SparseConfig(topk=topk), inbox, out, send=True, merge=True)
+
+
+def test_ranks_agree_on_the_host_wherever_tensors_are_made(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda said, *_, **__: None)
+    with torch.device("meta"):
+        assert agreed(True) and not agreed(False)
+
+
+def test_a_barrier_is_not_waited_at_for_ever():
+    given = []
+    memory = PeerMemory.__new__(PeerMemory)
+    memory._handle = SimpleNamespace(barrier=lambda **options: given.append(options))
+    memory.barrier(1)
+    assert given == [{"channel": 1, "timeout_ms": 1000 * PATIENCE_S}] and 60 <= PATIENCE_S <= 600
+
+
+def compiled(target: str) -> list[str]:
+    """Assembly of the exchange over peer memory, and over an all-gather."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_exchange", target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("=" * 9)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_words_that_never_come_end_the_kernel():
+    """As compiled for Hopper: the loop reads the GPU's clock and traps. Where a collective brings the words there is no loop."""
+    peers, gathered = compiled("cuda")
+    loop = peers[peers.index("ld.volatile", peers.index("%globaltimer")) :]  # what is read again, after the clock was read first
+    assert loop.index("%globaltimer") < loop.index(f"{PATIENCE_S * 10**9 + 1}") < loop.index("trap;")
+    assert "trap;" not in gathered and "%globaltimer" not in gathered
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_the_exchange_compiles_without_what_only_nvidia_knows():
+    assert len(compiled("hip")) == 2

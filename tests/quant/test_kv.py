@@ -54,6 +54,15 @@ def test_nan_raises():
         kv.write(torch.full((128,), float("nan")))
 
 
+def test_a_row_without_a_name_is_rounded_as_any_and_not_looked_at():
+    x = rows(2).bfloat16()
+    assert torch.equal(kv.round_trip(x, name=None), kv.round_trip(x))
+    bad = torch.full((2, 128), float("nan"))
+    with pytest.raises(NonFiniteWeight, match="KV row"):
+        kv.round_trip(bad)
+    assert kv.round_trip(bad, name=None).shape == bad.shape
+
+
 def pages_of(tokens: int = 300, heads: int = 2, dim: int = 128):
     g = torch.Generator().manual_seed(1)
     k, v = (torch.randn(tokens, heads, dim, generator=g) * 3 for _ in range(2))

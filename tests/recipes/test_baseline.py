@@ -196,12 +196,31 @@ def test_a_process_that_ends_well_leaves_its_output(tmp_path):
             "import traceback, time\ntry: {}['x']\nexcept KeyError: traceback.print_exc()\nprint('AttributeError: gone'); time.sleep(60)",
             60, 1, "it stood still for 1 s after an error; KeyError: 'x'",
         ),
+        (
+            "import traceback, time\ntry: {}['x']\nexcept KeyError: traceback.print_exc()\nwhile True: print('waits'); time.sleep(0.1)",
+            60, 2, "it finished no step for 6 s after an error; KeyError: 'x'",
+        ),
     ],
 )  # fmt: skip
 def test_what_ends_badly_is_one_line(tmp_path, code, limit, stalled, said):
     with pytest.raises(baseline_process.BaselineFailed) as error:
         start(tmp_path, code, limit, stalled)
     assert str(error.value) == f"stock verl: {said}"
+
+
+def test_a_start_that_goes_on_after_a_traceback_is_waited_for(tmp_path):
+    """As of a package that vLLM does without, printed before it compiles and captures."""
+    code = """
+import os, time
+print('Traceback (most recent call last)')
+for part in range(10):
+    time.sleep(0.8)
+    print('captured', part)
+print(0, file=open(os.environ['FOLDER'] + '/metrics.jsonl', 'a'))
+"""
+    start(tmp_path, code, stalled=5)
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    assert metrics.read_text().split() == ["0"]
 
 
 def test_steps_after_a_traceback_keep_it_going(tmp_path):

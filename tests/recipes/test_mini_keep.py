@@ -260,8 +260,10 @@ def test_nothing_is_kept_before_the_first_step(tmp_path, monkeypatch, command):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_in_the_last_step_keeps_the_trained_weights(tmp_path, monkeypatch, command, checkpoint):
-    come(monkeypatch, mini_train, "_balance", signal.SIGTERM, 8)
+@pytest.mark.parametrize("where", [(mini_train, "_balance", 8), (mini_train, "peak_tflops", 1), (mini_m3, "write_tensors", 1)])
+def test_a_signal_from_the_last_step_on_keeps_the_trained_weights(tmp_path, monkeypatch, command, checkpoint, where):
+    owner, name, call = where
+    come(monkeypatch, owner, name, signal.SIGTERM, call)
     assert "the trained weights are kept in" in command(tmp_path / "m3").output
     assert command(tmp_path / "m3").exit_code == 0 and weights_of(tmp_path / "m3") == checkpoint
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import get_profile
-from samebits.recipes import cli, mini_m3, mini_train
+from samebits.recipes import cli, mini_m3, mini_model, mini_train
 from samebits.recipes.check import check
 from samebits.recipes.config import load_recipe
 from samebits.recipes.mini_keep import Position
@@ -123,6 +124,43 @@ def test_samples_continue_prompts_of_any_length_as_one_forward_does(weights, tem
 # ------------------------------------------------------------------------------------------------------------- corpus, training
 
 
+def test_a_refused_capture_is_said_and_leaves_the_stream_as_it_was(monkeypatch):
+    """As torch ends a capture that something made impossible: it raises before it takes the stream back."""
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    class Within:
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.stream
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    class Capture(Within):
+        def __init__(self, graph: object, capture_error_mode: str) -> None:
+            super().__init__(Stream())
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    main = Stream()
+    current = [main]
+    fakes = {"Stream": Stream, "stream": Within, "graph": Capture, "CUDAGraph": object, "current_stream": lambda: current[0]}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), next=lambda weights, cache, ids, positions: ids + positions)
+    step = mini_model._Step(gpu, {}, None)
+    with pytest.warns(UserWarning, match="no CUDA graph of a sampled token"):
+        assert step(torch.tensor([1]), torch.tensor([2])).item() == 3
+    assert current == [main]
+    assert step(torch.tensor([1]), torch.tensor([5])).item() == 6
+
+
 def test_targets_are_the_responses_and_their_ends():
     given = [*documents(4), [PAD] * 5]
     packed, targets = pack(given)
@@ -227,6 +265,19 @@ def test_a_diverged_run_says_so(monkeypatch):
     monkeypatch.setattr(mini_train.F, "cross_entropy", lambda logits, *a, **k: logits.sum() * float("nan"))
     with pytest.raises(FloatingPointError, match="loss nan at step 1"):
         train(SMALL, Training(steps=3, tokens=512), 0, CPU, progress=False)
+
+
+def test_keys_that_are_no_numbers_are_a_diverged_run(monkeypatch):
+    """By the loss, not by an error of the cache's format: only the loss makes a build forget its state."""
+
+    def initialised(*arguments):
+        made = initialise(*arguments)
+        made["model.layers.0.self_attn.k_proj.weight"].fill_(float("nan"))
+        return made
+
+    monkeypatch.setattr(mini_train, "initialise", initialised)
+    with pytest.raises(FloatingPointError, match="loss nan at step 1"):
+        train(SMALL, Training(steps=1, tokens=512), 0, CPU, progress=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ build

@@ -141,6 +141,9 @@ def main(kv_cache: str) -> dict[str, Any]:
         seen.clear()
         engine.slots.set_tokens([2] * 8)
         assert not seen.copies, f"a step with one adapter waits for the step before: {seen.copies}"
+        engine.slots.set_tokens([1, 2, 0, 1])
+        waiting = [copy for copy in seen.copies if " and goes on at " not in copy]
+        assert seen.pinned and seen.copies and not waiting, f"a step with several adapters waits for the step before: {waiting}"
         for tokens in CAPTURED:
             for adapters in ([0], [1, 2]):
                 warm, captured = (engine.step(tokens, tokens, 1, CONTEXT, adapters) for _ in range(2))

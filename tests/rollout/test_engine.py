@@ -38,6 +38,13 @@ def test_logprobs_are_the_reference_beyond_topk_blocks(engine, checkpoint):
     assert (have - want).abs().max() < 1e-4
 
 
+def test_a_worker_is_patched_where_the_model_is_built(engine):
+    """What the plugin itself does not import (see `test_plugin`)."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert Worker.sleep.__module__ == "samebits.rollout.vllm_patches"
+
+
 def test_the_reference_is_sensitive_to_the_block_choice(checkpoint):
     """The bound above is tight enough to see another choice of blocks."""
     ids = prompt(700)

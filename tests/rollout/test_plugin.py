@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,9 +38,10 @@ def test_another_version_is_refused(monkeypatch):
         vllm_patches.apply()
 
 
-@pytest.mark.parametrize("patch", ["_memory_adapters", "_capturer", "_routes_on_cpu", "_answers", "_reset_at_rest"])
+@pytest.mark.parametrize("patch", ["_memory_adapters", "_capturer", "_routes_on_cpu", "_answers", "_reset_at_rest", "_sleep_beside_others"])
 def test_a_patch_refuses_a_target_that_is_already_something_else(patch):
     rollout.register()
+    vllm_patches.apply_in_worker()
     with pytest.raises(vllm_patches.PatchTargetChanged, match=r"is not as in 0\.31\.0"):
         getattr(vllm_patches, patch)()
 
@@ -50,6 +52,43 @@ def test_other_models_keep_their_lora_manager():
     rollout.register()
     with pytest.raises(ValueError, match="does not support LoRA yet"):
         LoRAModelRunnerMixin.load_lora_model(object(), object(), None, None)
+
+
+def test_an_engine_sleeps_while_another_job_takes_memory(monkeypatch, caplog):
+    """vLLM's own worker; of the card it sees less free memory afterwards than before."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from samebits.rollout import settings
+
+    vllm_patches.apply_in_worker()
+    once = Worker.sleep
+    vllm_patches.apply_in_worker()
+    assert Worker.sleep is once
+    free, slept = [], []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free.pop(0), 100))
+    worker = SimpleNamespace(
+        sleep_mode_backend=SimpleNamespace(suspend=slept.append),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+    )
+    monkeypatch.setattr(settings, "serving", True)
+    for after, said in ((90, 0), (20, 1)):
+        free[:] = [50, after]
+        Worker.sleep(worker, 1)
+        assert len(caplog.records) == said
+    assert slept == [1, 1] and "another process took memory" in caplog.text
+
+    def broken(level: int) -> None:
+        raise AssertionError("cumem allocator is not available")
+
+    worker.sleep_mode_backend.suspend, free[:] = broken, [50, 90]
+    with pytest.raises(AssertionError, match="not available"):
+        Worker.sleep(worker, 1)
+    monkeypatch.setattr(settings, "serving", False)
+    worker.sleep_mode_backend.suspend, free[:] = slept.append, [50, 20]
+    with pytest.raises(AssertionError, match="increased"):  # other models keep vLLM's behaviour
+        Worker.sleep(worker, 1)
 
 
 def test_a_torchvision_that_raises_is_hidden(monkeypatch, tmp_path):

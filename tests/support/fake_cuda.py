@@ -94,12 +94,14 @@ class Seen:
     launches: list[Launch] = field(default_factory=list)
     copies: list[str] = field(default_factory=list)
     """Host to device and back, each with the line that asked for it."""
+    pinned: int = 0
+    """Tensors that were put into pinned memory, from which copies need not be waited for."""
     waits: list[tuple[str, str]] = field(default_factory=list)
     """(stream, the stream that it waited for); the current one is called main, others side."""
 
     def clear(self) -> None:
         """Forget everything."""
-        self.launches, self.copies, self.waits = [], [], []
+        self.launches, self.copies, self.pinned, self.waits = [], [], 0, []
 
 
 class _Stream:
@@ -131,8 +133,14 @@ class _Copies(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
         kinds = {t.device.type for t in tensors if t.dim() or t.device.type != "cpu"}
         if len(kinds) > 1:
-            self.seen.copies.append(f"{function} at {_here()}")
+            ahead = " and goes on" if _asynchronous(function, args, kwargs or {}) else ""
+            self.seen.copies.append(f"{function}{ahead} at {_here()}")
         return out
+
+
+def _asynchronous(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy is not waited for, where the host's memory is pinned."""
+    return bool(kwargs.get("non_blocking", function is torch.ops.aten.copy_.default and len(args) > 2 and args[2]))
 
 
 def _address(tensor: FakeTensor) -> int:
@@ -172,6 +180,13 @@ def fake_cuda() -> Iterator[Seen]:
         return torch.empty(made.shape, dtype=made.dtype, device=where)  # `.to` would keep the values of a constant
 
     torch.tensor = tensor
+
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        assert self.device.type == "cpu", f"memory of {self.device} cannot be pinned"
+        seen.pinned += 1
+        return self
+
+    torch.Tensor.pin_memory = pin_memory
     main = _Stream(seen, "main")
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
