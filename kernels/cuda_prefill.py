@@ -19,11 +19,8 @@ from .msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Packed, Pages
 SOURCE, NAME, THREADS, WARPS = "cuda_prefill.cu", "prefill_kernel", 384, 8
 BF16, FP8, NVFP4 = 0, 1, 2
 FORMATS = {torch.bfloat16: BF16, torch.float8_e4m3fn: FP8, torch.uint8: NVFP4}
-STAGE, QUERY, SHARED = (
-    33 * 1024,
-    4096,
-    232448,
-)  # bytes: of a tile of K or V, of a token's queries, and of shared memory that a block may have
+STAGE, QUERY = 33 * 1024, 4096  # bytes of shared memory: of a tile of K or V, and of a token's queries
+SHARED = 232448  # what a block of threads may have of it
 WORDS = 512  # of bits of blocks: contexts of 2 M tokens
 
 
