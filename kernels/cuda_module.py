@@ -18,6 +18,8 @@ from torch import Tensor
 
 Defines = tuple[tuple[str, int], ...]
 FOLDER = Path(__file__).parent
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER_DIMENSION, STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID; the latter is the programmatic one
 
 
 class Launch(NamedTuple):
@@ -58,15 +60,46 @@ def compiled(source: str, defines: Defines, arch: str = "sm_90a") -> bytes:
 
 
 @functools.cache
-def _loaded(source: str, name: str, defines: Defines, arch: str, device: int, shared: int) -> Any:
-    """The function on a device, allowed `shared` bytes. The device must be current and have a context. Modules stay loaded."""
-    from cuda.bindings import driver
+def _driver() -> ctypes.CDLL:
+    """libcuda by ctypes: `cuda.bindings` makes tensor maps at addresses that are not aligned as the driver wants them."""
+    return ctypes.CDLL("libcuda.so.1")
 
-    module = _checked(driver, driver.cuModuleLoadData(compiled(source, defines, arch)))
-    function = _checked(driver, driver.cuModuleGetFunction(module, name.encode()))
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver, driver.cuFuncSetAttribute(function, attribute, shared))
+
+def _call(name: str, *arguments: Any) -> None:
+    """A function of the driver. Raises `RuntimeError` with the name of its error."""
+    if status := getattr(_driver(), name)(*arguments):
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'error').decode()} ({status})")
+
+
+@functools.cache
+def _loaded(source: str, name: str, defines: Defines, arch: str, device: int, shared: int) -> ctypes.c_void_p:
+    """The function on a device, allowed `shared` bytes. The device must be current and have a context. Modules stay loaded."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _call("cuModuleLoadData", ctypes.byref(module), compiled(source, defines, arch))
+    _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    _call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, ctypes.c_int(shared))
     return function
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with the values that are used here: three sizes or a flag."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 def launch(source: str, name: str, defines: Defines, how: Launch, arguments: Sequence[tuple[Any, Any]], arch: str = "sm_90a") -> None:
@@ -74,61 +107,54 @@ def launch(source: str, name: str, defines: Defines, how: Launch, arguments: Seq
 
     Args:
         arguments: (value, ctypes type) of each parameter: tensors are passed as their address and None as 0, with `ctypes.c_void_p`;
-            structures of `cuda.bindings` (a `CUtensorMap`) with None.
+            instances of ctypes themselves (`tensor_map`) with None.
     Raises `RuntimeError` with the name of the driver's error.
     """
-    from cuda.bindings import driver
-
     function = _loaded(source, name, defines, arch, torch.cuda.current_device(), how.shared)
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = how.grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = how.threads, 1, 1
-    config.sharedMemBytes = how.shared
-    config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
     attributes = []
     if how.cluster > 1:
-        one = driver.CUlaunchAttribute()
-        one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        one.value.clusterDim.x, one.value.clusterDim.y, one.value.clusterDim.z = how.cluster, 1, 1
-        attributes.append(one)
+        attributes.append(_Attribute(CLUSTER_DIMENSION, b"", (how.cluster, 1, 1)))
     if how.early:
-        one = driver.CUlaunchAttribute()
-        one.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        one.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(one)
-    config.attrs, config.numAttrs = attributes, len(attributes)
-    values = tuple(_address(value) if kind is ctypes.c_void_p else value for value, kind in arguments)
-    _checked(driver, driver.cuLaunchKernelEx(config, function, (values, tuple(kind for _, kind in arguments)), 0))
+        attributes.append(_Attribute(STREAM_SERIALIZATION, b"", (1,)))
+    listed = (_Attribute * max(1, len(attributes)))(*attributes)
+    stream = torch.cuda.current_stream().cuda_stream
+    config = _Config((how.grid, 1, 1), (how.threads, 1, 1), how.shared, stream, listed, len(attributes))
+    held = [value if kind is None else kind(_address(value) if kind is ctypes.c_void_p else value) for value, kind in arguments]
+    parameters = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
+    _call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
 
 
-def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
+class TensorMap(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorMap:
     """Map of a bf16 tensor for TMA, with boxes in rows of 128 bytes, swizzled; outside of the tensor are zeros.
 
     Args:
         address: a multiple of 16. sizes, box: elements, the contiguous dimension first. strides: bytes of all dimensions but that one,
             multiples of 16.
     """
-    from cuda.bindings import driver
-
-    def words(kind: type, x: Sequence[int]) -> list[Any]:
-        return [kind(v) for v in x]
-
-    return _checked(
-        driver,
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            len(sizes),
-            address,
-            words(driver.cuuint64_t, sizes),
-            words(driver.cuuint64_t, strides),
-            words(driver.cuuint32_t, box),
-            words(driver.cuuint32_t, [1] * len(sizes)),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
+    room = (ctypes.c_char * 192)()
+    result = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)  # which keeps `room`
+    _call(
+        "cuTensorMapEncodeTiled",
+        ctypes.byref(result),
+        9,  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        ctypes.c_uint(len(sizes)),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * len(sizes))(*sizes),
+        (ctypes.c_uint64 * len(strides))(*strides),
+        (ctypes.c_uint32 * len(box))(*box),
+        (ctypes.c_uint32 * len(box))(*[1] * len(box)),
+        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+        3,  # CU_TENSOR_MAP_SWIZZLE_128B
+        3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
     )
+    return result
 
 
 def _address(value: Tensor | int | None) -> int:

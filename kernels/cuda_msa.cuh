@@ -12,6 +12,8 @@
 #define FP8 1
 #define NVFP4 2
 
+namespace samebits {
+
 DEVICE float finite(float x) { return x == as_float(0xFF800000u) ? 0.0f : x; }
 
 // log2 of a normal number or of what is smaller, as libdevice computes it for Triton.
@@ -96,3 +98,5 @@ DEVICE void join(State& x, const State& other, float (&share)[2], float (&other_
 }
 
 DEVICE float joined(float x, float share, float other, float other_share) { return add(mul(x, share), mul(other, other_share)); }
+
+}  // namespace samebits

@@ -20,6 +20,8 @@
 
 #include "cuda_walk.cuh"
 
+namespace samebits {
+
 // ------------------------------------------------------------------------------------------------------------------ filling
 
 // bf16, by one warp: each lane asks for boxes.
@@ -429,3 +431,5 @@ KERNEL(THREADS) prefill_kernel(PARAM TensorMap keys_map, PARAM TensorMap values_
         }
     }
 }
+
+}  // namespace samebits

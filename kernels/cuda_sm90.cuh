@@ -3,6 +3,8 @@
 // CLUSTER, a define, is the number of blocks of threads of a cluster.
 #pragma once
 
+namespace samebits {
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -178,3 +180,5 @@ DEVICE void load_box(u32 at, const TensorMap* map, int x, int row, int head, int
             : "memory");
     }
 }
+
+}  // namespace samebits

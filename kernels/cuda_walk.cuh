@@ -2,6 +2,8 @@
 #pragma once
 #include "cuda_msa.cuh"
 
+namespace samebits {
+
 constexpr int WARPS = 8, FILLERS = 4, THREADS = 32 * (WARPS + FILLERS);
 constexpr int OWN = WARPS * PER_WARP, TOKENS = OWN * CLUSTER;  // tokens of a block of threads, and of a cluster
 constexpr int POSITIONS = TOKENS * TOPK;                       // blocks of a walk, at most
@@ -148,3 +150,5 @@ DEVICE void release(u32 empty, int fill, int lane) {
     warp_sync();
     if (lane < CLUSTER) barrier_arrive_at(empty + 8 * (fill % STAGES), lane);
 }
+
+}  // namespace samebits

@@ -30,8 +30,8 @@ extern "C" void run(const TensorMap* maps, const u8* pages, const u16* query, co
     m.random.seed(seed);
     m.conflicts = m.accesses = m.mmas = m.boxes = 0;
     m.body = [=] {
-        prefill_kernel(maps[0], maps[1], pages, query, table, request, position, chosen, out, lse, kept, page_stride, table_stride, tokens,
-                       words, factor);
+        samebits::prefill_kernel(maps[0], maps[1], pages, query, table, request, position, chosen, out, lse, kept, page_stride,
+                                 table_stride, tokens, words, factor);
     };
     for (int first = 0; first < grid; first += CLUSTER) shim::run_cluster(first);
     counts[0] = m.conflicts;
@@ -42,7 +42,7 @@ extern "C" void run(const TensorMap* maps, const u8* pages, const u16* query, co
 extern "C" void functions(const float* x, float* exp2, float* log2, int count) {
     for (int i = 0; i < count; i++) {
         exp2[i] = exp2_approx(x[i]);
-        log2[i] = log2_of(x[i]);
+        log2[i] = samebits::log2_of(x[i]);
     }
 }
 """
