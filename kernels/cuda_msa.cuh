@@ -84,6 +84,27 @@ DEVICE void clear(State& x) {
     }
 }
 
+// A lane's state in shared memory, where it does not take registers: words 128 bytes apart.
+DEVICE State load_state(u32 at) {
+    State x;
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        x.top[row] = as_float(load_word(at + row * 128));
+        x.sums[row][0] = as_float(load_word(at + (2 + 2 * row) * 128));
+        x.sums[row][1] = as_float(load_word(at + (3 + 2 * row) * 128));
+    }
+    return x;
+}
+
+DEVICE void store_state(u32 at, const State& x) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        store_word(at + row * 128, as_bits(x.top[row]));
+        store_word(at + (2 + 2 * row) * 128, as_bits(x.sums[row][0]));
+        store_word(at + (3 + 2 * row) * 128, as_bits(x.sums[row][1]));
+    }
+}
+
 // `_join` of all but the values: their factors come back.
 DEVICE void join(State& x, const State& other, float (&share)[2], float (&other_share)[2]) {
 #pragma unroll

@@ -66,51 +66,66 @@ DEVICE u32 value_chunk(int key, int t, int w) {
     return half * REGION + other * EVERY_OTHER + ((key >> 4) * 8 + (key & 7)) * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (half + other)) & 7)) << 4);
 }
 
-// NVFP4 and E4M3, by all fillers: a warp decodes 32 keys of a tile, a lane 32 dimensions of a key at a time. A tile's bits are asked for
-// before there is a stage for it.
+// Bits of a tile that a lane decodes: 32 dimensions of 4 keys.
+struct Raw {
+    static constexpr int TASKS = 4, WORDS = FORMAT == NVFP4 ? 4 : 8;
+    u32 words[TASKS][WORDS], scales[TASKS];
+};
+
+// Those of one key. `tile`: the block's keys or values in its page.
+DEVICE void load_raw(Raw& raw, int i, const u8* tile, bool value, int key, int t) {
+    if (FORMAT == NVFP4) {
+        load_global(raw.words[i], tile + key * 64 + t * 16);
+        const u8* of = tile + CODES + (value ? (key >> 2) * 32 + (key & 3) + 8 * t : 8 * key + 2 * t);
+        raw.scales[i] = value ? load_global_u8(of) | load_global_u8(of + 4) << 8 : load_global_u16(of);
+    } else {
+        load_global(raw.words[i], tile + key * 256 + t * 32);
+        load_global(raw.words[i] + (Raw::WORDS - 4), tile + key * 256 + t * 32 + 16);
+    }
+}
+
+// NVFP4 and E4M3, by all fillers: a warp decodes 32 keys of a tile, a lane 32 dimensions of a key at a time. As soon as a key is decoded,
+// the bits of the next tile's are asked for, in its registers.
 DEVICE void fill_decoded(u8* memory, const u8* pages, u64 page_stride, int count, int head, int filler, int lane) {
-    constexpr int TASKS = 4, WORDS = FORMAT == NVFP4 ? 4 : 8;
     u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
     const u32* mask = (const u32*)(memory + AT_MASK);
     const int* where = (const int*)(memory + AT_WHERE);
     int t = lane & 3, first = 32 * filler + (lane >> 2);
-    for (int fill = 0; fill < 2 * count; fill++) {
-        int p = fill >> 1;
-        bool value = fill & 1;
-        const u8* page = pages + where[p] * page_stride + (FORMAT == NVFP4 ? (2 * head + value) * SLOT : head * 32768 + value * 128);
-        u32 raw[TASKS][WORDS], scales[TASKS];
+    u32 of_head = FORMAT == NVFP4 ? 2 * head * SLOT : head * 32768, of_values = FORMAT == NVFP4 ? SLOT : 128;
+    Raw raw;
+    if (count) {
 #pragma unroll
-        for (int i = 0; i < TASKS; i++) {
-            int key = first + 8 * i;
-            if (FORMAT == NVFP4) {
-                load_global(raw[i], page + key * 64 + t * 16);
-                const u8* of = page + CODES + (value ? (key >> 2) * 32 + (key & 3) + 8 * t : 8 * key + 2 * t);
-                scales[i] = value ? load_global_u8(of) | load_global_u8(of + 4) << 8 : load_global_u16(of);
-            } else {
-                load_global(raw[i], page + key * 256 + t * 32);
-                load_global(raw[i] + (WORDS - 4), page + key * 256 + t * 32 + 16);
-            }
-        }
-        take_stage(empty, fill, mask[p], filler == 0 && lane == 0);
+        for (int i = 0; i < Raw::TASKS; i++) load_raw(raw, i, pages + where[0] * page_stride + of_head, false, first + 8 * i, t);
+    }
+    for (int fill = 0; fill < 2 * count; fill++) {
+        bool value = fill & 1, more = fill + 1 < 2 * count;
+        const u8* next = pages + (more ? where[(fill + 1) >> 1] : 0) * page_stride + of_head + (value ? 0 : of_values);
+        take_stage(empty, fill, mask[fill >> 1], filler == 0 && lane == 0);
         u32 at = stages + fill % STAGES * STAGE;
 #pragma unroll
-        for (int i = 0; i < TASKS; i++) {
+        for (int i = 0; i < Raw::TASKS; i++) {
             int key = first + 8 * i;
             u32 to = at + (value ? value_chunk(key, t, 0) : key_chunk(key, t, 0));
+            u32 scales[2] = {0, 0};
+            if (FORMAT == NVFP4) {
+                scales[0] = scale_of(raw.scales[i]);
+                scales[1] = scale_of(raw.scales[i] >> 8);
+            }
 #pragma unroll
             for (int w = 0; w < 4; w++) {
                 u32 y[4];
                 if (FORMAT == NVFP4) {
-                    decode_e2m1(y, raw[i][w], scale_of(w < 2 ? scales[i] : scales[i] >> 8));
+                    decode_e2m1(y, raw.words[i][w], scales[w >> 1]);
                     if (ROUNDED) {
 #pragma unroll
                         for (int n = 0; n < 4; n++) y[n] = round_e4m3(y[n]);
                     }
                 } else {
-                    decode_e4m3(y, raw[i][(2 * w) % WORDS], raw[i][(2 * w + 1) % WORDS]);
+                    decode_e4m3(y, raw.words[i][2 * w % Raw::WORDS], raw.words[i][(2 * w + 1) % Raw::WORDS]);
                 }
                 store_shared(to ^ (w << 4), y);
             }
+            if (more) load_raw(raw, i, next, !value, key, t);
         }
         warp_sync();
         if (lane == 0) barrier_arrive(full + 8 * fill, 1);
@@ -255,9 +270,11 @@ DEVICE void finish(const Output& output, const State& x, const float (&values)[1
 }
 
 // The results of a group of blocks into those of all groups before it; `first`: there is none before.
-DEVICE void join_group(State& all, float (&all_values)[16][4], State& group, float (&values)[16][4], float* kept, bool first) {
+DEVICE void join_group(u32 state, float (&all_values)[16][4], State& group, float (&values)[16][4], float* kept, bool first) {
     float share[2], other_share[2];
+    State all = load_state(state);
     join(all, group, share, other_share);
+    store_state(state, all);
 #pragma unroll
     for (int n = 0; n < 16; n++) {
         float before[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -311,13 +328,14 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
     u32 queries = stages + AT_QUERY + warp * PER_WARP * QUERY;
     int own = rank * OWN + warp * PER_WARP, token = first_token + own;
     float* kept = output.kept + ((u64)block_index() * OWN + warp * PER_WARP) * 2048 + lane * 4;
-    State group[PER_WARP], all[PER_WARP];
+    u32 state = stages + AT_STATE + warp * PER_WARP * KEPT_STATE + lane * 4;  // of all groups that are over
+    State group[PER_WARP];
     float values[PER_WARP][16][4], all_values[16][4];  // the latter where PER_WARP is 1
     int places[PER_WARP];
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++) {
         clear(group[i]);
-        clear(all[i]);
+        store_state(state + i * KEPT_STATE, group[i]);
         places[i] = 0;
 #pragma unroll
         for (int n = 0; n < 64; n++) values[i][n / 4][n % 4] = all_values[n / 4][n % 4] = 0.0f;
@@ -373,10 +391,10 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
                 if (!(who >> i >> 1)) release(empty, 2 * p + 1, lane);
                 if (PER_WARP > 1 && i) {
                     if (++places[PER_WARP - 1] % GROUP == 0)
-                        join_group(all[PER_WARP - 1], all_values, group[PER_WARP - 1], values[PER_WARP - 1], kept + (PER_WARP - 1) * 2048,
-                                   places[PER_WARP - 1] == GROUP);
+                        join_group(state + (PER_WARP - 1) * KEPT_STATE, all_values, group[PER_WARP - 1], values[PER_WARP - 1],
+                                   kept + (PER_WARP - 1) * 2048, places[PER_WARP - 1] == GROUP);
                 } else if (++places[0] % GROUP == 0) {
-                    join_group(all[0], all_values, group[0], values[0], kept, places[0] == GROUP);
+                    join_group(state, all_values, group[0], values[0], kept, places[0] == GROUP);
                 }
             }
         }
@@ -385,7 +403,7 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
     for (int i = 0; i < PER_WARP; i++) {
         if (token + i >= batch.tokens) continue;
         // A group that is not whole; an empty one would change nothing but the sign of zeros, which `finish` does not see.
-        if (places[i] % GROUP) join_group(all[i], all_values, group[i], values[i], kept + i * 2048, places[i] < GROUP);
+        if (places[i] % GROUP) join_group(state + i * KEPT_STATE, all_values, group[i], values[i], kept + i * 2048, places[i] < GROUP);
         if (PER_WARP > 1) {
 #pragma unroll
             for (int n = 0; n < 16; n++) {
@@ -395,7 +413,7 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
                     all_values[n][0] = all_values[n][1] = all_values[n][2] = all_values[n][3] = 0.0f;
             }
         }
-        finish(output, all[i], all_values, (u64)(token + i) * G + head, lane);
+        finish(output, load_state(state + i * KEPT_STATE), all_values, (u64)(token + i) * G + head, lane);
     }
 }
 

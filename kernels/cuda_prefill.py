@@ -20,7 +20,7 @@ from .msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Packed, Pages
 SOURCE, NAME, THREADS, WARPS = "cuda_prefill.cu", "prefill_kernel", 384, 8
 BF16, FP8, NVFP4 = 0, 1, 2
 FORMATS = {torch.bfloat16: BF16, torch.float8_e4m3fn: FP8, torch.uint8: NVFP4}
-STAGE, QUERY = 33 * 1024, 4096  # bytes of shared memory: of a tile of K or V, and of a token's queries
+STAGE, QUERY, KEPT_STATE = 33 * 1024, 4096, 768  # bytes of shared memory: of a tile of K or V, of a token's queries, and its state
 SHARED = 232448  # what a block of threads may have of it
 WORDS = 512  # of bits of blocks: contexts of 2 M tokens
 
@@ -155,10 +155,10 @@ def plan(
 
 
 def shared_bytes(variant: Variant, topk: int, words: int) -> int:
-    """Shared memory of a block of threads: tiles, queries, the walk with two barriers a block, barriers of the ring, tokens, bits."""
+    """Shared memory of a block of threads: tiles, queries and states, the walk with two barriers a block, barriers, tokens, bits."""
     own = variant.per_warp * WARPS
     positions = own * variant.cluster * topk
-    return variant.stages * STAGE + own * QUERY + (4 * 4 + 16) * positions + 64 + 3 * 128 + 8 * words
+    return variant.stages * STAGE + own * (QUERY + KEPT_STATE) + (4 * 4 + 16) * positions + 64 + 3 * 128 + 8 * words
 
 
 def attend(

@@ -101,6 +101,7 @@ DEVICE void load_shared(u32 (&x)[4], u32 at) {
 DEVICE void store_shared(u32 at, const u32 (&x)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+DEVICE void store_word(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 DEVICE u32 load_word(u32 at) {
     u32 x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");

@@ -8,7 +8,7 @@ constexpr int WARPS = 8, FILLERS = 4, THREADS = 32 * (WARPS + FILLERS);
 constexpr int OWN = WARPS * PER_WARP, TOKENS = OWN * CLUSTER;  // tokens of a block of threads, and of a cluster
 constexpr int POSITIONS = TOKENS * TOPK;                       // blocks of a walk, at most
 constexpr u32 SET_OFF = 256, REGION = 16384 + SET_OFF, EVERY_OTHER = 8192 + SET_OFF, STAGE = 33 * 1024, TILE_BYTES = 32768;
-constexpr int QUERY = 4096;  // bytes of a token's queries
+constexpr int QUERY = 4096, KEPT_STATE = 768;  // bytes of a token's queries, and of its state
 constexpr int KEY_ROWS = CLUSTER > 2 ? 128 / CLUSTER : 64;  // of a box of K; of V it has 8
 constexpr u32 SLOT = 9216, CODES = 8192;
 constexpr u32 NOBODY = 0xFFFFFFFFu;
@@ -19,7 +19,8 @@ static_assert(CLUSTER == 1 || FORMAT == BF16, "what is decoded is decoded for on
 
 // Offsets in shared memory.
 constexpr u32 AT_QUERY = STAGES * STAGE;
-constexpr u32 AT_MASK = AT_QUERY + OWN * QUERY;         // u32 [POSITIONS]: tokens of the cluster that chose the block
+constexpr u32 AT_STATE = AT_QUERY + OWN * QUERY;        // float [OWN][6][32]: results of groups of blocks, but for values
+constexpr u32 AT_MASK = AT_STATE + OWN * KEPT_STATE;    // u32 [POSITIONS]: tokens of the cluster that chose the block
 constexpr u32 AT_BLOCK = AT_MASK + 4 * POSITIONS;       // int [POSITIONS]
 constexpr u32 AT_WHERE = AT_BLOCK + 4 * POSITIONS;      // int [POSITIONS]: page, or first key
 constexpr u32 AT_CHOSEN = AT_WHERE + 4 * POSITIONS;     // int [TOKENS][TOPK]

@@ -425,6 +425,7 @@ DEVICE void store_shared(u32 at, const u32 (&x)[4]) {
     });
     memcpy(shim::at(at, 16, 16), x, 16);
 }
+DEVICE void store_word(u32 at, u32 x) { memcpy(shim::at(at, 4, 4), &x, 4); }
 DEVICE u32 load_word(u32 at) {
     u32 x;
     memcpy(&x, shim::at(at, 4, 4), 4);
