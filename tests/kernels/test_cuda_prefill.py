@@ -88,22 +88,24 @@ def test_rounded_reads():
 
 
 def test_weights_that_vanish_and_padding():
-    """Outputs near the least number that fp32 has; tokens at position -1 of a request whose table says nothing."""
+    """Outputs near the least number that fp32 has; tokens at position -1 of a request whose table says nothing; blocks ahead of a token."""
     total = [300, 140]
     case, held = with_weights_that_vanish(make([3, 17], total, "nvfp4", groups=2, heads=12), total)
     position = case.batch.position.clone()
-    position[[1, 5]] = -1
+    position[[1, 5]], position[2] = -1, 127
     table = torch.cat((case.cache.table, torch.full_like(case.cache.table[:1], 2**30)))
     request = case.batch.request.clone()
     request[-2:], position[-2:] = 2, -1
     case = case._replace(batch=case.batch._replace(position=position, request=request))
     block = torch.arange(16, dtype=torch.int32).expand(20, 2, 16)
     chosen = torch.where(block <= (position // 128)[:, None, None], block, -1)
+    chosen[2, 1, :3] = torch.tensor([1, 2, -1])  # which it does not see
     plan = plan_of(case, Pages(case.cache.data, table), chosen, Variant(2, 1, 4), scale=4 * 0.6931471805599453)
     packed = held[False]._replace(start=torch.cat((held[False].start, torch.zeros(1, dtype=torch.int32))))
     want = ordered(plan, case, chosen, packed, 4.0)
     have = cuda_shim.run(plan)
     assert same(have.out, want[0]) and same(have.lse, want[1]) and vanishing(want[0]) > 20
+    assert not have.out[2, 6:].any() and (have.lse[2, 6:] == float("-inf")).all() and have.out[2, :6].any()
     assert not have.out[[1, 5, -2, -1]].any() and (have.lse[[1, 5, -2, -1]] == float("-inf")).all()
 
 
