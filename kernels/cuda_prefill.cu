@@ -98,8 +98,9 @@ DEVICE void fill_decoded(u8* memory, const u8* pages, u64 page_stride, int count
         for (int i = 0; i < Raw::TASKS; i++) load_raw(raw, i, pages + where[0] * page_stride + of_head, false, first + 8 * i, t);
     }
     for (int fill = 0; fill < 2 * count; fill++) {
-        bool value = fill & 1, more = fill + 1 < 2 * count;
-        const u8* next = pages + (more ? where[(fill + 1) >> 1] : 0) * page_stride + of_head + (value ? 0 : of_values);
+        bool value = fill & 1;
+        int ahead = fill + 1 < 2 * count ? (fill + 1) >> 1 : 0;  // after the last, anything: without a branch, loads go where they hide
+        const u8* next = pages + where[ahead] * page_stride + of_head + (value ? 0 : of_values);
         take_stage(empty, fill, mask[fill >> 1], filler == 0 && lane == 0);
         u32 at = stages + fill % STAGES * STAGE;
 #pragma unroll
@@ -125,7 +126,7 @@ DEVICE void fill_decoded(u8* memory, const u8* pages, u64 page_stride, int count
                 }
                 store_shared(to ^ (w << 4), y);
             }
-            if (more) load_raw(raw, i, next, !value, key, t);
+            load_raw(raw, i, next, !value, key, t);
         }
         warp_sync();
         if (lane == 0) barrier_arrive(full + 8 * fill, 1);

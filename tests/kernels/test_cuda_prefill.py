@@ -71,6 +71,15 @@ def test_blocks_are_brought_once_for_all_tokens_of_a_tile():
     assert int((chosen >= 0).sum()) == 2 * 48 and have.boxes == 2 * 3 * (4 + 32)
 
 
+def test_ids_that_no_context_has_are_not_followed():
+    """They would lie outside of the bits of blocks in shared memory."""
+    case = make([5], [300], "bf16", groups=2, heads=12)
+    chosen = msa_ops.index_topk(case.index_q, case.index, case.batch, CONFIG)
+    want = cuda_shim.run(plan_of(case, case.cache, chosen, Variant(2, 1, 4)))
+    have = cuda_shim.run(plan_of(case, case.cache, torch.where(chosen < 0, 1 << 24, chosen), Variant(2, 1, 4)))
+    assert same(have.out, want.out) and have.mmas == want.mmas
+
+
 def test_rounded_reads():
     """NVFP4 read as E4M3, scales that saturate and NaN scales too."""
     case = make([9], [700], "nvfp4", groups=2, heads=12)
