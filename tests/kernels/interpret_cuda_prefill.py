@@ -19,7 +19,7 @@ from tests.support import cuda_shim, ordered_attention
 def case() -> tuple:
     """(q, packed keys, chosen, batch): tokens behind 1 to 19 blocks, each of which has keys of a size of its own."""
     g = torch.Generator().manual_seed(0)
-    total, new, heads = [2432, 700], [9, 3], 4
+    total, new, heads = [2432, 700], [6, 2], 4
     keys = torch.zeros(sum(total), 1, 128)
     values = torch.randint(-64, 65, keys.shape, generator=g).float()
     # A key's score is the sum of two of its dimensions: 0 to -7 inside of a block, 0 to -12 from block to block.
