@@ -2,7 +2,7 @@
 
 Each format is a process of its own, so that one that fails or hangs leaves the others. All compile and compare at once: every case with the
 Triton kernel, bit for bit, and one case in every variant. Then they are timed one after the other: 32768 tokens of one request, 64 query
-and 4 KV heads, 16 of up to 256 blocks, drawn at random for each token, or for 64 tokens at a time; the Triton kernel in the same process.
+and 4 KV heads, 16 of up to 256 blocks, drawn at random for each token, or for 64 tokens at a time; the Triton kernel in the same process, both with the sums that gradients need.
 Exit status 1 when a bit differs or a process does not end well. With `--dry` all runs on a CPU, in small: the shim instead of the kernel,
 torch in the order of the kernels' sums instead of Triton, no times.
 """
@@ -124,19 +124,19 @@ class OnGPU:
 
     device = "cuda"
 
-    def reference(self, asked: Asked, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    def reference(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """Triton, a program for all blocks of a query."""
         from samebits.kernels import triton_msa
 
         split, triton_msa.SPLIT = triton_msa.SPLIT, 0
         try:
-            return triton_msa.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, lse, asked.rounded)
+            return triton_msa.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True, asked.rounded)
         finally:
             triton_msa.SPLIT = split
 
-    def ours(self, asked: Asked, variant: Variant | None = None, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    def ours(self, asked: Asked, variant: Variant | None = None) -> tuple[Tensor, Tensor]:
         """CUDA."""
-        return cuda_prefill.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, lse, asked.rounded, variant)
+        return cuda_prefill.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True, asked.rounded, variant)
 
     def compile(self, wanted: list[cuda_module.Defines]) -> None:
         """All at once."""
@@ -159,7 +159,7 @@ class OnCPU:
 
     device = "cpu"
 
-    def reference(self, asked: Asked, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    def reference(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """The model."""
         from tests.support import cuda_shim, ordered_attention
 
@@ -167,7 +167,7 @@ class OnCPU:
         functions = [lambda x, i=i: cuda_shim.functions(plan, x)[i] for i in range(2)]
         return ordered_attention.attend(asked.q, asked.packed, asked.chosen, asked.batch, 0.125, *functions)
 
-    def ours(self, asked: Asked, variant: Variant | None = None, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    def ours(self, asked: Asked, variant: Variant | None = None) -> tuple[Tensor, Tensor]:
         """The shim."""
         from tests.support import cuda_shim
 
@@ -226,12 +226,11 @@ def child(form: str, dry: bool) -> None:
     variants = VARIANTS[form][:2] if dry else VARIANTS[form]
     first = asked[0][1]
 
-    def defines(one: Asked, variant: Variant | None, lse: bool) -> cuda_module.Defines:
-        return cuda_prefill.plan(one.q, one.cache, one.chosen, one.batch, one.scale, lse, one.rounded, variant).defines
+    def defines(one: Asked, variant: Variant | None) -> cuda_module.Defines:
+        return cuda_prefill.plan(one.q, one.cache, one.chosen, one.batch, one.scale, True, one.rounded, variant).defines
 
     began = time.monotonic()
-    lse_timed = form == "packed"
-    wanted = [defines(first, v, lse) for v in variants for lse in {True, lse_timed}] + [defines(a, None, True) for _, a in asked]
+    wanted = [defines(first, v) for v in variants] + [defines(a, None) for _, a in asked]
     run.compile(list(dict.fromkeys(wanted)))
     say(compiled=round(time.monotonic() - began, 1))
 
@@ -254,12 +253,12 @@ def child(form: str, dry: bool) -> None:
         words = "random" if alike == 1 else "alike"
         timer = watched(STEP_SECONDS, f"{form}, {words}, times")
         want = run.reference(one)
-        have = run.ours(one, lse=True)
+        have = run.ours(one)
         say(bits=f"{LONG if not dry else len(one.q)} tokens, {words}", wrong=difference(have, want), compared=have[0].numel())
         del want, have
-        say(choices=words, variant="triton", ms=run.time(lambda one=one: run.reference(one, lse_timed)))
+        say(choices=words, variant="triton", ms=run.time(lambda one=one: run.reference(one)))
         for variant in variants:
-            say(choices=words, variant=list(variant), ms=run.time(lambda one=one, v=variant: run.ours(one, v, lse_timed)))
+            say(choices=words, variant=list(variant), ms=run.time(lambda one=one, v=variant: run.ours(one, v)))
         run.wait()
         timer.cancel()
 
