@@ -24,26 +24,27 @@ namespace samebits {
 
 // ------------------------------------------------------------------------------------------------------------------ filling
 
-// bf16, by one warp: each lane asks for boxes.
-DEVICE void fill_rows(u8* memory, const TensorMap* keys, const TensorMap* values, int count, int head, int rank, int lane) {
+// bf16. Boxes of a block of threads are shared out over warps and their lanes: a warp asks for one after the other.
+constexpr int ASKING = CLUSTER > 1 ? 2 : FILLERS, VALUE_BOXES = 32 / CLUSTER, KEY_BOXES = CLUSTER > 1 ? 2 : 4;
+
+DEVICE void fill_rows(u8* memory, const TensorMap* keys, const TensorMap* values, int count, int head, int rank, int filler, int lane) {
     u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
     const u32* mask = (const u32*)(memory + AT_MASK);
     const int* where = (const int*)(memory + AT_WHERE);
+    int box = filler + ASKING * lane, half = box & 1, other = box >> 1;  // dimensions; keys
     for (int fill = 0; fill < 2 * count; fill++) {
         int p = fill >> 1, row = PAGED ? 0 : where[p], page = PAGED ? where[p] : 0;
-        u32 at = stages + fill % STAGES * STAGE, barrier = full + 8 * fill;
-        take_stage(empty, fill, mask[p], lane == 0);
-        if (lane == 0) barrier_expect(barrier, TILE_BYTES);
-        warp_sync();
+        u32 at = stages + fill % STAGES * STAGE + half * REGION, barrier = full + 8 * fill;
+        bool one = filler == 0 && lane == 0;
+        take_stage(empty, fill, mask[p], one);
+        if (one) barrier_expect(barrier, TILE_BYTES);
         if (fill & 1) {
-            int half = lane >> 4, eight = lane & 15;  // dimensions, keys
-            if (eight / (16 / CLUSTER) == rank)
-                load_box(at + half * REGION + (eight & 1) * EVERY_OTHER + (eight >> 1) * 1024, values, 64 * half, row + 8 * eight, head, page,
-                         barrier);
-        } else if (lane < 2 * (128 / KEY_ROWS)) {
-            int half = lane & 1, part = lane >> 1;
-            if (CLUSTER == 1 || part == rank)
-                load_box(at + half * REGION + part * KEY_ROWS * 128, keys, 64 * half, row + part * KEY_ROWS, head, page, barrier);
+            int eight = rank * (16 / CLUSTER) + other;
+            if (box < VALUE_BOXES)
+                load_box(at + (eight & 1) * EVERY_OTHER + (eight >> 1) * 1024, values, 64 * half, row + 8 * eight, head, page, barrier);
+        } else {
+            int part = CLUSTER > 1 ? rank : other;
+            if (box < KEY_BOXES) load_box(at + part * KEY_ROWS * 128, keys, 64 * half, row + part * KEY_ROWS, head, page, barrier);
         }
     }
 }
@@ -442,9 +443,9 @@ KERNEL(THREADS) prefill_kernel(PARAM TensorMap keys_map, PARAM TensorMap values_
             int count = lay_out(memory, batch, first_token, head, thread);
             if (FORMAT != BF16)
                 fill_decoded(memory, pages, page_stride, count, head, filler, lane);
-            else if (filler == 0)
-                fill_rows(memory, &keys_map, &values_map, count, head, rank, lane);
-            else if (CLUSTER > 1 && filler == 1)
+            else if (filler < ASKING)
+                fill_rows(memory, &keys_map, &values_map, count, head, rank, filler, lane);
+            else if (filler == ASKING)
                 watch(memory, count, rank, lane);
             leave(memory, thread);
         }

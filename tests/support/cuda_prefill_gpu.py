@@ -2,9 +2,9 @@
 
 Each format is a process of its own, so that one that fails or hangs leaves the others. All compile and compare at once: every case with the
 Triton kernel, bit for bit, and one case in every variant. Then they are timed one after the other: 32768 tokens of one request, 64 query
-and 4 KV heads, 16 of up to 256 blocks, drawn at random for each token, or for 64 tokens at a time; the Triton kernel in the same process, both with the sums that gradients need.
-Exit status 1 when a bit differs or a process does not end well. With `--dry` all runs on a CPU, in small: the shim instead of the kernel,
-torch in the order of the kernels' sums instead of Triton, no times.
+and 4 KV heads, 16 of up to 256 blocks, drawn at random for each token, or for 64 tokens at a time; the Triton kernel in the same process,
+both with the sums that gradients need. Exit status 1 when a bit differs or a process does not end well. With `--dry` all runs on a CPU, in
+small: the shim instead of the kernel, torch in the order of the kernels' sums instead of Triton, no times.
 """
 
 from __future__ import annotations
