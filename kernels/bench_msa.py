@@ -2,9 +2,9 @@
 
 Decode at MiniMax-M3's shapes (64 query, 4 KV and 4 index heads of 128, 16 blocks of 128 keys), one query token a request, shuffled pages.
 Each line is CUDA-graph replay: the graph holds several calls on different queries and block choices over pages larger than the L2
-cache, and the median replay is divided by their number. Prefill, training and gradients of 32768 tokens (CUDA events) and the lines of
-`bench_heads` follow. The copy that gives the bandwidth runs first, in the same process; a floor is the bytes that must be moved (keys of
-the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
+cache, and the median replay is divided by their number. Prefill, training and gradients of 32768 tokens (CUDA events, with
+`bench_prefill`) and the lines of `bench_heads` follow. The copy that gives the bandwidth runs first, in the same process; a floor is the
+bytes that must be moved (keys of the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
 Decode over NVFP4 pages has a line of `cuda_attend` too, which says whether its bits are those of the line `attention`.
 
@@ -74,10 +74,10 @@ def run(
                 del case
     torch.cuda.empty_cache()
     if "prefill" in parts:
-        record.add(prefill(LONG, peers))
+        record.add(prefill(LONG, peers, result["equal"]))
         torch.cuda.empty_cache()
     if "training" in parts:
-        record.add(training(LONG))
+        record.add(training(LONG, result["equal"]))
     if "heads" in parts:
         from .bench_heads import head_lines
 
@@ -153,6 +153,16 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return times.get((None, tokens, form, name))
 
     stock, forward = at(LONG, "bf16", "vllm prefill"), at(LONG, "bf16", "training forward")
+    for name, form in (("prefill", "nvfp4"), ("prefill", "fp8"), ("prefill", "bf16"), ("training forward", "bf16")):
+        for kind in ("", ", alike"):
+            row(
+                f"{name}{kind}, {form}: triton over CUDA",
+                f"{LONG} tokens",
+                at(LONG, form, f"{name}, CUDA{kind}"),
+                at(LONG, form, name + kind),
+            )
+    row("prefill: vllm over CUDA, bf16 pages", f"{LONG} tokens", at(LONG, "bf16", "prefill, CUDA"), stock, at_least=1.5)
+    row("prefill: vllm over CUDA, training forward", f"{LONG} tokens", at(LONG, "bf16", "training forward, CUDA"), stock, at_least=1.5)
     row("prefill: vllm over ours, bf16 pages", f"{LONG} tokens", at(LONG, "bf16", "prefill"), stock, at_least=1.5)
     row("prefill: vllm on bf16 pages over our training forward", f"{LONG} tokens", forward, stock, at_least=1.5)
     row("training: backward over forward", f"{LONG} tokens", forward, at(LONG, "bf16", "backward"), at_most=3.0)
@@ -163,9 +173,10 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> Iterator[dict[str, Any]]:
+def prefill(tokens: int, peers: list[Peer], equal: dict[str, bool], repeat: int = 5) -> Iterator[dict[str, Any]]:
     """One sequence: choice from bf16 index pages, and attention over pages of each format, ours and the peers'. Keys are random."""
     from . import triton_msa
+    from .bench_prefill import beside, together
 
     g = torch.Generator("cuda").manual_seed(0)
     blocks, scale = tokens // BLOCK, msa_ops.default_scale()
@@ -199,6 +210,7 @@ def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> Iterator[dict[st
     # Keys that are seen: of the own block, which always is chosen, those up to the query.
     seen = sum(min(p // BLOCK, TOPK - 1) * BLOCK + p % BLOCK + 1 for p in range(tokens))
     work = Prefill(q, index_q, caches, index, choose(), {})
+    alike = msa_ops.index_topk(together(index_q), index, batch, CONFIG)
     head = {"tokens": tokens, "format": "bf16"}
     yield head | {"name": "choice", "us": timed([choose])}
     for form in FORMATS:
@@ -206,17 +218,19 @@ def prefill(tokens: int, peers: list[Peer], repeat: int = 5) -> Iterator[dict[st
         head = {"tokens": tokens, "format": form}
         us = timed([partial(attend, form)])
         yield head | {"name": "prefill", "us": us, "tflop_s": 4 * HEADS * DIM * seen / us / 1e6}
+        yield from beside(head, "prefill", (q, caches[form], work.chosen, batch, scale), alike, False, timed, equal)
         for peer in peers:
             yield from lines(head | {"peer": peer.name}, peer.prefill, (work, form), timed)
 
 
-def training(tokens: int, repeat: int = 5) -> Iterator[dict[str, Any]]:
+def training(tokens: int, equal: dict[str, bool], repeat: int = 5) -> Iterator[dict[str, Any]]:
     """One sequence: forward over packed bf16 keys, with the sums that gradients need, and all gradients.
 
     That is what a trainer reads whatever the cache's format: K and V go through the format and come back in bf16. Keys are random:
     neighbouring queries share no more blocks than chance has it.
     """
     from . import triton_msa
+    from .bench_prefill import beside, together
     from .triton_msa_backward import gradients
 
     g = torch.Generator("cuda").manual_seed(0)
@@ -239,6 +253,13 @@ def training(tokens: int, repeat: int = 5) -> Iterator[dict[str, Any]]:
     }
     for name, call in calls.items():
         yield {"tokens": tokens, "format": "bf16", "name": name, "us": formats.time_cuda(call, repeat) * 1e6}
+    alike = msa_ops.index_topk(together(index_q), index, batch, CONFIG)
+
+    def timed(calls: list[Callable[[], Any]]) -> float:
+        return formats.time_cuda(calls[0], repeat) * 1e6
+
+    head = {"tokens": tokens, "format": "bf16"}
+    yield from beside(head, "training forward", (q, packed, chosen, batch, scale), alike, True, timed, equal)
 
 
 class Case:

@@ -129,7 +129,11 @@ def test_attention_has_all_its_lines_in_one_run(dry):
     }
     one = {(n, form, "project and insert, one launch") for n in (512, 1) for form in ("nvfp4", "bf16")}
     apart = {(512, "bf16", "cuBLAS bf16, then vllm insert"), (512, "nvfp4", "cuBLAS bf16, then insert")}
-    assert found >= decode | stock | long | one | apart
+    names = (", CUDA", ", alike", ", CUDA, alike")
+    beside = {(256, form, f"prefill{n}") for form in ("nvfp4", "fp8", "bf16") for n in names}
+    beside |= {(256, "bf16", f"training forward{n}") for n in names}
+    assert found >= decode | stock | long | one | apart | beside
+    assert len([n for n in dry["msa"]["equal"] if "CUDA" in n]) == 8
     floors = [line["name"] for line in dry["msa"]["results"] if "context" in line and "floor_us" in line]
     assert floors == ["scores", "attention", "chain"] * 3 and dry["msa"]["copy_gb_s"] == 1000 and dry["msa"]["right"]
     assert {"requests": 1, "context": 256, "format": "fp8", "peer": "vllm", "name": "vllm, all", "error": "ValueError: no E4M3"} in dry[
@@ -140,6 +144,8 @@ def test_attention_has_all_its_lines_in_one_run(dry):
 def test_attention_is_compared_with_what_it_must_beat(dry):
     rows = {(row["name"], row["shape"]): row for row in dry["msa"]["compared"]}
     assert rows["prefill: vllm on bf16 pages over our training forward", "256 tokens"]["at_least"] == 1.5
+    assert rows["prefill: vllm over CUDA, bf16 pages", "256 tokens"]["at_least"] == 1.5
+    assert rows["training forward, alike, bf16: triton over CUDA", "256 tokens"]["ratio"] == 1
     assert rows["training: backward over forward", "256 tokens"]["at_most"] == 3
     assert ("chain: vllm on bf16 over ours on nvfp4", "1 x 256") in rows
     assert ("bf16 pages: cuBLAS bf16, then vllm insert, over one launch", "512 tokens") in rows
@@ -159,6 +165,33 @@ def test_ratios_are_the_others_time_over_ours():
         "chain: vllm on bf16 over ours on bf16": 4.0,
         "training: backward over forward": 2.5,
     }
+
+
+def test_a_cuda_kernel_that_differs_or_fails_is_a_line_and_no_result(monkeypatch):
+    import torch
+
+    from samebits.kernels import bench_prefill
+
+    outs = iter((torch.ones(2), None, torch.ones(2), None))
+    monkeypatch.setattr(bench_prefill.cuda_prefill, "absence", lambda device: None)
+    monkeypatch.setattr(bench_prefill.triton_msa, "attend", lambda *args: (torch.zeros(2), None))
+    monkeypatch.setattr(bench_prefill.cuda_prefill, "attend", lambda *args: (next(outs), next(outs)))
+    equal = {}
+    call = (torch.zeros(2), None, None, None, 1.0)
+    lines = list(bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal))
+    assert [line["name"] for line in lines] == ["prefill, CUDA", "prefill, alike", "prefill, CUDA, alike"]
+    assert equal == {"prefill, CUDA bf16": False, "prefill, CUDA, alike bf16": False}
+    monkeypatch.setattr(bench_prefill.cuda_prefill, "attend", lambda *args: cuda_fails())
+    assert next(bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal))["error"] == (
+        "RuntimeError: cuLaunchKernelEx: gone"
+    )
+    monkeypatch.setattr(bench_prefill.cuda_prefill, "absence", lambda device: "needs a Hopper GPU")
+    (line,) = bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal)
+    assert line == {"format": "bf16", "name": "prefill, CUDA", "error": "needs a Hopper GPU"}
+
+
+def cuda_fails():
+    raise RuntimeError("cuLaunchKernelEx: gone")
 
 
 def test_the_others_run_to_their_end(dry):

@@ -1,0 +1,169 @@
+"""CUDA C++ of the package: compiled by NVRTC when it is first wanted, and launched through the driver on torch's current stream.
+
+A source is one `.cu` file beside this module, which includes nothing but `.cuh` files from there. What is compiled is told by its file, the
+GPU and the defines, and is compiled once a process. `cuda.bindings`, which CUDA builds of torch depend on, is imported when something is
+compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Defines = tuple[tuple[str, int], ...]
+FOLDER = Path(__file__).parent
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER_DIMENSION, STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID; the latter is the programmatic one
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    grid: int
+    threads: int  # of a block
+    shared: int  # bytes of dynamic shared memory
+    cluster: int = 1  # blocks; more than one where the kernel has no `__cluster_dims__` of its own
+    early: bool = False  # while the kernel before it ends (programmatic dependent launch); the kernel must wait by itself
+
+
+@functools.cache
+def compiled(source: str, defines: Defines, arch: str = "sm_90a") -> bytes:
+    """Machine code of a `.cu` file. No product of it is contracted with a sum.
+
+    Raises `RuntimeError` with the compiler's words where it does not compile, `ImportError` where there is no `cuda.bindings`.
+    """
+    from cuda.bindings import nvrtc
+
+    text = (FOLDER / source).read_bytes()
+    headers = sorted(FOLDER.glob("*.cuh"))
+    options = [f"--gpu-architecture={arch}".encode(), b"--fmad=false", b"--std=c++17", *(f"-D{k}={v}".encode() for k, v in defines)]
+    contents, names = [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
+    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), contents, names))
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+            _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
+            words = log.decode(errors="replace").strip("\0 \n")
+            raise RuntimeError(f"{source} with {dict(defines)} does not compile for {arch}:\n{words}")
+        code = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """libcuda by ctypes: `cuda.bindings` makes tensor maps at addresses that are not aligned as the driver wants them."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """A function of the driver. Raises `RuntimeError` with the name of its error."""
+    if status := getattr(_driver(), name)(*arguments):
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'error').decode()} ({status})")
+
+
+@functools.cache
+def _loaded(source: str, name: str, defines: Defines, arch: str, device: int, shared: int) -> ctypes.c_void_p:
+    """The function on a device, allowed `shared` bytes. The device must be current and have a context. Modules stay loaded."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _call("cuModuleLoadData", ctypes.byref(module), compiled(source, defines, arch))
+    _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    _call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, ctypes.c_int(shared))
+    return function
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with the values that are used here: three sizes or a flag."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def launch(source: str, name: str, defines: Defines, how: Launch, arguments: Sequence[tuple[Any, Any]], arch: str = "sm_90a") -> None:
+    """Launch kernel `name` on the current device and torch's current stream.
+
+    Args:
+        arguments: (value, ctypes type) of each parameter: tensors are passed as their address and None as 0, with `ctypes.c_void_p`;
+            instances of ctypes themselves (`tensor_map`) with None.
+    Raises `RuntimeError` with the name of the driver's error.
+    """
+    function = _loaded(source, name, defines, arch, torch.cuda.current_device(), how.shared)
+    attributes = []
+    if how.cluster > 1:
+        attributes.append(_Attribute(CLUSTER_DIMENSION, b"", (how.cluster, 1, 1)))
+    if how.early:
+        attributes.append(_Attribute(STREAM_SERIALIZATION, b"", (1,)))
+    listed = (_Attribute * max(1, len(attributes)))(*attributes)
+    stream = torch.cuda.current_stream().cuda_stream
+    config = _Config((how.grid, 1, 1), (how.threads, 1, 1), how.shared, stream, listed, len(attributes))
+    held = [value if kind is None else kind(_address(value) if kind is ctypes.c_void_p else value) for value, kind in arguments]
+    parameters = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
+    _call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorMap:
+    """Map of a bf16 tensor for TMA, with boxes in rows of 128 bytes, swizzled; outside of the tensor are zeros.
+
+    Args:
+        address: a multiple of 16. sizes, box: elements, the contiguous dimension first. strides: bytes of all dimensions but that one,
+            multiples of 16.
+    """
+    room = (ctypes.c_char * 192)()
+    result = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)  # which keeps `room`
+    _call(
+        "cuTensorMapEncodeTiled",
+        ctypes.byref(result),
+        9,  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        ctypes.c_uint(len(sizes)),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * len(sizes))(*sizes),
+        (ctypes.c_uint64 * len(strides))(*strides),
+        (ctypes.c_uint32 * len(box))(*box),
+        (ctypes.c_uint32 * len(box))(*[1] * len(box)),
+        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+        3,  # CU_TENSOR_MAP_SWIZZLE_128B
+        3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+    )
+    return result
+
+
+def _address(value: Tensor | int | None) -> int:
+    return 0 if value is None else value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _checked(api: Any, answer: tuple) -> Any:
+    """What a call of `cuda.bindings` gives, without its status."""
+    status, *rest = answer
+    if int(status):
+        raise RuntimeError(f"{type(status).__name__} {getattr(status, 'name', status)}")
+    return rest[0] if len(rest) == 1 else tuple(rest) if rest else None

@@ -1,0 +1,455 @@
+// MSA attention of many queries, forward, for Hopper (sm_90a): the bits of `triton_msa_attend.attend_kernel`.
+//
+// A tile is TOKENS neighbouring query tokens and one KV head. Its blocks are the union of what its tokens chose, walked in ascending
+// order; each is brought to shared memory once, whatever the number of tokens that chose it. Eight warps own PER_WARP tokens each and take
+// part only in blocks that one of theirs chose; they may be as far apart as the ring of STAGES tiles (K or V of a block) allows. Four more
+// warps fill the ring: bf16 rows come by TMA, NVFP4 and E4M3 are decoded by these warps, once for the tile.
+// Of CLUSTER blocks of threads each has its own tokens, all walk the union of all, and each brings its share of a tile to all of them.
+//
+// Order of sums. Everything about a token happens in one warp, in the order of the Triton kernel: scores over k-steps 0 to 7 (labels of
+// `triton_msa_tiles`, the same elements in the same register of the same lane), weighted values over steps of 16 keys, sums of weights for
+// each pair of a lane's columns and then a tree over the eight 16-key steps, results of GROUP blocks joined, then those of such groups.
+// The two warps of the Triton kernel, whose lanes hold SUMS = 8 sums of a row, are here the two 8-key halves of a 16-key step: a lane has two.
+//
+// Shared memory. K and V have rows of 64 dimensions (128 bytes), in two regions, with TMA's 128-byte swizzle: 16-byte chunk c of a row lies
+// at c ^ (bits 7 to 9 of the row's address). Regions, and in V every other 8 keys, are set off by 256 bytes, so that what a quarter of a
+// warp reads at a time lies in all 32 banks: for K the chunks of 2 keys by 4 lanes t, for V the keys {0, 1, 4, 5, 8, 9, 12, 13} of a step.
+//
+// Barriers. `full` has one mbarrier a tile of the walk, used once, so that a warp may pass over what it does not take part in.
+// `empty` has one a stage; who fills it arrives for all warps that take no part.
+
+#include "cuda_walk.cuh"
+
+namespace samebits {
+
+// ------------------------------------------------------------------------------------------------------------------ filling
+
+// bf16. Boxes of a block of threads are shared out over warps and their lanes: a warp asks for one after the other.
+constexpr int ASKING = CLUSTER > 1 ? 2 : FILLERS, VALUE_BOXES = 32 / CLUSTER, KEY_BOXES = CLUSTER > 1 ? 2 : 4;
+
+DEVICE void fill_rows(u8* memory, const TensorMap* keys, const TensorMap* values, int count, int head, int rank, int filler, int lane) {
+    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
+    const u32* mask = (const u32*)(memory + AT_MASK);
+    const int* where = (const int*)(memory + AT_WHERE);
+    int box = filler + ASKING * lane, half = box & 1, other = box >> 1;  // dimensions; keys
+    for (int fill = 0; fill < 2 * count; fill++) {
+        int p = fill >> 1, row = PAGED ? 0 : where[p], page = PAGED ? where[p] : 0;
+        u32 at = stages + fill % STAGES * STAGE + half * REGION, barrier = full + 8 * fill;
+        bool one = filler == 0 && lane == 0;
+        take_stage(empty, fill, mask[p], one);
+        if (one) barrier_expect(barrier, TILE_BYTES);
+        if (fill & 1) {
+            int eight = rank * (16 / CLUSTER) + other;
+            if (box < VALUE_BOXES)
+                load_box(at + (eight & 1) * EVERY_OTHER + (eight >> 1) * 1024, values, 64 * half, row + 8 * eight, head, page, barrier);
+        } else {
+            int part = CLUSTER > 1 ? rank : other;
+            if (box < KEY_BOXES) load_box(at + part * KEY_ROWS * 128, keys, 64 * half, row + part * KEY_ROWS, head, page, barrier);
+        }
+    }
+}
+
+// In the place of a block of threads none of whose tokens chose a block: what was sent to it has come before another tile may.
+DEVICE void watch(u8* memory, int count, int rank, int lane) {
+    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
+    const u32* mask = (const u32*)(memory + AT_MASK);
+    for (int fill = 0; fill < 2 * count; fill++) {
+        if (of_rank(mask[fill >> 1], rank)) continue;
+        barrier_wait(full + 8 * fill, 0);
+        release(empty, fill, lane);
+    }
+}
+
+// Places of 8 dimensions (chunk w of lane t's 32) of a key in a tile of K, and of V.
+DEVICE u32 key_chunk(int key, int t, int w) { return (t >> 1) * REGION + key * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (t >> 1)) & 7)) << 4); }
+DEVICE u32 value_chunk(int key, int t, int w) {
+    int half = t >> 1, other = (key >> 3) & 1;
+    return half * REGION + other * EVERY_OTHER + ((key >> 4) * 8 + (key & 7)) * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (half + other)) & 7)) << 4);
+}
+
+// Bits of a tile that a lane decodes: 32 dimensions of 4 keys.
+struct Raw {
+    static constexpr int TASKS = 4, WORDS = FORMAT == NVFP4 ? 4 : 8;
+    u32 words[TASKS][WORDS], scales[TASKS];
+};
+
+// Those of one key. `tile`: the block's keys or values in its page.
+DEVICE void load_raw(Raw& raw, int i, const u8* tile, bool value, int key, int t) {
+    if (FORMAT == NVFP4) {
+        load_global(raw.words[i], tile + key * 64 + t * 16);
+        const u8* of = tile + CODES + (value ? (key >> 2) * 32 + (key & 3) + 8 * t : 8 * key + 2 * t);
+        raw.scales[i] = value ? load_global_u8(of) | load_global_u8(of + 4) << 8 : load_global_u16(of);
+    } else {
+        load_global(raw.words[i], tile + key * 256 + t * 32);
+        load_global(raw.words[i] + (Raw::WORDS - 4), tile + key * 256 + t * 32 + 16);
+    }
+}
+
+// NVFP4 and E4M3, by all fillers: a warp decodes 32 keys of a tile, a lane 32 dimensions of a key at a time. As soon as a key is decoded,
+// the bits of the next tile's are asked for, in its registers.
+DEVICE void fill_decoded(u8* memory, const u8* pages, u64 page_stride, int count, int head, int filler, int lane) {
+    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
+    const u32* mask = (const u32*)(memory + AT_MASK);
+    const int* where = (const int*)(memory + AT_WHERE);
+    int t = lane & 3, first = 32 * filler + (lane >> 2);
+    u32 of_head = FORMAT == NVFP4 ? 2 * head * SLOT : head * 32768, of_values = FORMAT == NVFP4 ? SLOT : 128;
+    Raw raw;
+    if (count) {
+#pragma unroll
+        for (int i = 0; i < Raw::TASKS; i++) load_raw(raw, i, pages + where[0] * page_stride + of_head, false, first + 8 * i, t);
+    }
+    for (int fill = 0; fill < 2 * count; fill++) {
+        bool value = fill & 1;
+        int ahead = fill + 1 < 2 * count ? (fill + 1) >> 1 : 0;  // after the last, anything: without a branch, loads go where they hide
+        const u8* next = pages + where[ahead] * page_stride + of_head + (value ? 0 : of_values);
+        take_stage(empty, fill, mask[fill >> 1], filler == 0 && lane == 0);
+        u32 at = stages + fill % STAGES * STAGE;
+#pragma unroll
+        for (int i = 0; i < Raw::TASKS; i++) {
+            int key = first + 8 * i;
+            u32 to = at + (value ? value_chunk(key, t, 0) : key_chunk(key, t, 0));
+            u32 scales[2] = {0, 0};
+            if (FORMAT == NVFP4) {
+                scales[0] = scale_of(raw.scales[i]);
+                scales[1] = scale_of(raw.scales[i] >> 8);
+            }
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                u32 y[4];
+                if (FORMAT == NVFP4) {
+                    decode_e2m1(y, raw.words[i][w], scales[w >> 1]);
+                    if (ROUNDED) {
+#pragma unroll
+                        for (int n = 0; n < 4; n++) y[n] = round_e4m3(y[n]);
+                    }
+                } else {
+                    decode_e4m3(y, raw.words[i][2 * w % Raw::WORDS], raw.words[i][(2 * w + 1) % Raw::WORDS]);
+                }
+                store_shared(to ^ (w << 4), y);
+            }
+            load_raw(raw, i, next, !value, key, t);
+        }
+        warp_sync();
+        if (lane == 0) barrier_arrive(full + 8 * fill, 1);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------------ attending
+
+// Scores of a block, s[n][..]: n-tile n has keys 16 (n / 2) + 4 t + 2 (n % 2) + {0, 1} in columns of lane t; [0..1] row g, [2..3] row g + 8.
+DEVICE void score(float (&s)[16][4], u32 tile, u32 query, int lane) {
+    int g = lane >> 2, t = lane & 3, key = 4 * (g >> 1) + (g & 1);
+    u32 rows[2] = {tile + key_chunk(key, t, 0), tile + key_chunk(key + 2, t, 0)};
+#pragma unroll
+    for (int n = 0; n < 16; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 a[2][4];
+        load_shared(a[0], query + (2 * w * 32 + lane) * 16);
+        load_shared(a[1], query + ((2 * w + 1) * 32 + lane) * 16);
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+            u32 x[4];
+            load_shared(x, (rows[n & 1] ^ (w << 4)) + (n >> 1) * 2048);
+            if (FORMAT != BF16) {  // decoded as pairs (i, i + 4)
+                mma(s[n], a[0], x[0], x[1]);
+                mma(s[n], a[1], x[2], x[3]);
+            } else {
+                mma(s[n], a[0], permute(x[0], x[2], 0x5410), permute(x[0], x[2], 0x7632));
+                mma(s[n], a[1], permute(x[1], x[3], 0x5410), permute(x[1], x[3], 0x7632));
+            }
+        }
+    }
+}
+
+// Weights of a block as operands, w[n][row], and its state. Keys from `limit` on are not seen.
+DEVICE void weigh(u32 (&weights)[16][2], State& block, float (&s)[16][4], float factor, int limit, int lane) {
+    if (limit < 128) {
+        int left = limit - 4 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < 16; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (16 * (n >> 1) + 2 * (n & 1) + (i & 1) >= left) s[n][i] = as_float(0xFF800000u);
+    }
+    float origin[2];
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        float top = larger(s[0][2 * row], s[0][2 * row + 1]);
+#pragma unroll
+        for (int n = 1; n < 16; n++) top = larger(top, larger(s[n][2 * row], s[n][2 * row + 1]));
+        top = larger(top, shuffle_xor(top, 2));
+        top = larger(top, shuffle_xor(top, 1));
+        block.top[row] = mul(top, factor);
+        origin[row] = -finite(block.top[row]);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float pair[8];
+#pragma unroll
+            for (int step = 0; step < 8; step++) {
+                int n = 2 * step + half;
+                float a = exp2_approx(fused(s[n][2 * row], factor, origin[row]));
+                float b = exp2_approx(fused(s[n][2 * row + 1], factor, origin[row]));
+                pair[step] = add(a, b);
+                weights[n][row] = pack_bf16(a, b);
+                if (FORMAT == NVFP4) weights[n][row] = mul_bf16x2(weights[n][row], 0x43004300u);  // times 2^7: `value_weights`
+            }
+            block.sums[row][half] = add(add(add(pair[0], pair[1]), add(pair[2], pair[3])), add(add(pair[4], pair[5]), add(pair[6], pair[7])));
+        }
+}
+
+// Weighted values of 64 dimensions of a block: n-tile n has dimensions 64 half + 8 n + ... MASKED: keys from `limit` on may be NaN.
+template <bool MASKED>
+DEVICE void weighted(float (&y)[8][4], const u32 (&weights)[16][2], u32 tile, int half, int limit, int lane) {
+    int i = lane & 7, key = 4 * (i >> 1) + 2 * ((lane >> 3) & 1) + (i & 1);
+    u32 rows = tile + value_chunk(key, 2 * half, 0) ^ (u32)((lane >> 4) << 4);
+    int left = limit - 4 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < 8; n++) y[n][0] = y[n][1] = y[n][2] = y[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+        u32 a[4] = {weights[2 * step][0], weights[2 * step][1], weights[2 * step + 1][0], weights[2 * step + 1][1]};
+        u32 seen[2] = {NOBODY, NOBODY};
+        if (MASKED) {
+#pragma unroll
+            for (int w = 0; w < 2; w++) {
+                int first = 16 * step + 2 * w;
+                seen[w] = (first < left ? 0xFFFFu : 0u) | (first + 1 < left ? 0xFFFF0000u : 0u);
+            }
+        }
+#pragma unroll
+        for (int two = 0; two < 4; two++) {
+            u32 x[4];
+            load_matrices(x, (rows ^ (two << 5)) + step * 1024);
+            if (MASKED) {
+#pragma unroll
+                for (int w = 0; w < 4; w++) x[w] &= seen[w & 1];
+            }
+            mma(y[2 * two], a, x[0], x[1]);
+            mma(y[2 * two + 1], a, x[2], x[3]);
+        }
+    }
+}
+
+struct Output {
+    u16* out;    // [tokens, G * HEADS, 128]
+    float* lse;  // [tokens, G * HEADS]
+    float* kept; // weighted values of a warp's tokens, those of groups that are over: [grid][OWN][16][32][4]; none where PER_WARP is 1
+};
+
+// `_finish`.
+DEVICE void finish(const Output& output, const State& x, const float (&values)[16][4], u64 row, int lane) {
+    int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float half[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            half[i] = add(x.sums[r][i], shuffle_xor(x.sums[r][i], 1));
+            half[i] = add(half[i], shuffle_xor(half[i], 2));
+        }
+        float total = add(half[0], half[1]);
+        bool some = total > 0.0f;
+        float inverse = one_over(some ? total : 1.0f);
+        int head = g + 8 * r;
+        if (head >= HEADS) continue;
+        u16* out = output.out + (row * HEADS + head) * 128;
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+            u32 two = pack_bf16(add(mul(values[n][2 * r], inverse), 0.0f), add(mul(values[n][2 * r + 1], inverse), 0.0f));
+            if (FORMAT == BF16) {
+                *(u32*)(out + 8 * n + 2 * t) = two;
+            } else {  // pairs (i, i + 4), as decoded
+                out[8 * n + t] = (u16)two;
+                out[8 * n + t + 4] = (u16)(two >> 16);
+            }
+        }
+        if (LSE && t == 0) output.lse[row * HEADS + head] = some ? add(x.top[r], log2_of(total)) : as_float(0xFF800000u);
+    }
+}
+
+// The results of a group of blocks into those of all groups before it; `first`: there is none before.
+DEVICE void join_group(u32 state, float (&all_values)[16][4], State& group, float (&values)[16][4], float* kept, bool first) {
+    float share[2], other_share[2];
+    State all = load_state(state);
+    join(all, group, share, other_share);
+    store_state(state, all);
+#pragma unroll
+    for (int n = 0; n < 16; n++) {
+        float before[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (PER_WARP > 1) {
+            if (!first) load_kept(before, kept + n * 128);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float x = PER_WARP > 1 ? before[i] : all_values[n][i];
+            x = joined(x, share[i >> 1], values[n][i], other_share[i >> 1]);
+            if (PER_WARP > 1)
+                before[i] = x;
+            else
+                all_values[n][i] = x;
+            values[n][i] = 0.0f;
+        }
+        if (PER_WARP > 1) store_kept(kept + n * 128, before);
+    }
+    clear(group);
+}
+
+// A warp's queries of a tile, as operands of the 8 k-steps: [step][lane][4].
+DEVICE void load_queries(u32 to, const u16* query, u64 row, int lane) {
+    int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 x[2][4];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (g + 8 * r < HEADS)
+                load_global(x[r], query + (row * HEADS + g + 8 * r) * 128 + 32 * t + 8 * w);
+            else
+                x[r][0] = x[r][1] = x[r][2] = x[r][3] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 a[4] = {permute(x[0][i], x[0][i + 2], 0x5410), permute(x[1][i], x[1][i + 2], 0x5410), permute(x[0][i], x[0][i + 2], 0x7632),
+                        permute(x[1][i], x[1][i + 2], 0x7632)};
+            store_shared(to + ((2 * w + i) * 32 + lane) * 16, a);
+        }
+    }
+}
+
+// A warp's tokens over a tile's walk.
+DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u16* query, float factor, int count, int first_token, int head,
+                   int rank, int warp, int lane) {
+    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
+    const u32* mask = (const u32*)(memory + AT_MASK);
+    const int* block = (const int*)(memory + AT_BLOCK);
+    const int* position = (const int*)(memory + AT_POSITION) + rank * OWN + warp * PER_WARP;
+    u32 queries = stages + AT_QUERY + warp * PER_WARP * QUERY;
+    int own = rank * OWN + warp * PER_WARP, token = first_token + own;
+    float* kept = output.kept + ((u64)block_index() * OWN + warp * PER_WARP) * 2048 + lane * 4;
+    u32 state = stages + AT_STATE + warp * PER_WARP * KEPT_STATE + lane * 4;  // of all groups that are over
+    State group[PER_WARP];
+    float values[PER_WARP][16][4], all_values[16][4];  // the latter where PER_WARP is 1
+    int places[PER_WARP];
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+        clear(group[i]);
+        store_state(state + i * KEPT_STATE, group[i]);
+        places[i] = 0;
+#pragma unroll
+        for (int n = 0; n < 64; n++) values[i][n / 4][n % 4] = all_values[n / 4][n % 4] = 0.0f;
+        if (token + i < batch.tokens) load_queries(queries + i * QUERY, query, (u64)(token + i) * G + head, lane);
+    }
+    warp_sync();
+    for (int base = 0; base < count; base += 32) {
+        u32 mine = base + lane < count ? (mask[base + lane] >> own) & ((1u << PER_WARP) - 1) : 0;
+        for (u32 some = ballot(mine != 0); some; some &= some - 1) {
+            int p = base + first_bit(some), key_stage = 2 * p % STAGES, value_stage = (2 * p + 1) % STAGES;
+            u32 who = shuffle_u32(mine, p - base);
+            u32 keys = stages + key_stage * STAGE, value_tile = stages + value_stage * STAGE;
+            barrier_wait(full + 16 * p, 0);
+#pragma unroll 1
+            for (int i = 0; i < PER_WARP; i++) {
+                if (PER_WARP > 1 && !(who >> i & 1)) continue;
+                int limit = position[i] + 1 - 128 * block[p];
+                u32 weights[16][2];
+                State found;
+                {
+                    float s[16][4];
+                    score(s, keys, queries + i * QUERY, lane);
+                    if (!(who >> i >> 1)) release(empty, 2 * p, lane);
+                    weigh(weights, found, s, factor, limit, lane);
+                }
+                float share[2], other_share[2];
+                if (PER_WARP > 1 && i)
+                    join(group[PER_WARP - 1], found, share, other_share);
+                else
+                    join(group[0], found, share, other_share);
+                barrier_wait(full + 16 * p + 8, 0);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float y[8][4];
+                    if (limit < 128)
+                        weighted<true>(y, weights, value_tile, half, limit, lane);
+                    else
+                        weighted<false>(y, weights, value_tile, half, limit, lane);
+                    if (PER_WARP > 1 && i) {
+#pragma unroll
+                        for (int n = 0; n < 32; n++) {
+                            float& x = values[PER_WARP - 1][8 * half + n / 4][n % 4];
+                            x = joined(x, share[n % 4 >> 1], y[n / 4][n % 4], other_share[n % 4 >> 1]);
+                        }
+                    } else {
+#pragma unroll
+                        for (int n = 0; n < 32; n++) {
+                            float& x = values[0][8 * half + n / 4][n % 4];
+                            x = joined(x, share[n % 4 >> 1], y[n / 4][n % 4], other_share[n % 4 >> 1]);
+                        }
+                    }
+                }
+                if (!(who >> i >> 1)) release(empty, 2 * p + 1, lane);
+                if (PER_WARP > 1 && i) {
+                    if (++places[PER_WARP - 1] % GROUP == 0)
+                        join_group(state + (PER_WARP - 1) * KEPT_STATE, all_values, group[PER_WARP - 1], values[PER_WARP - 1],
+                                   kept + (PER_WARP - 1) * 2048, places[PER_WARP - 1] == GROUP);
+                } else if (++places[0] % GROUP == 0) {
+                    join_group(state, all_values, group[0], values[0], kept, places[0] == GROUP);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+        if (token + i >= batch.tokens) continue;
+        // A group that is not whole; an empty one would change nothing but the sign of zeros, which `finish` does not see.
+        if (places[i] % GROUP) join_group(state + i * KEPT_STATE, all_values, group[i], values[i], kept + i * 2048, places[i] < GROUP);
+        if (PER_WARP > 1) {
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                if (places[i])
+                    load_kept(all_values[n], kept + i * 2048 + n * 128);
+                else
+                    all_values[n][0] = all_values[n][1] = all_values[n][2] = all_values[n][3] = 0.0f;
+            }
+        }
+        finish(output, load_state(state + i * KEPT_STATE), all_values, (u64)(token + i) * G + head, lane);
+    }
+}
+
+KERNEL(THREADS) prefill_kernel(PARAM TensorMap keys_map, PARAM TensorMap values_map, const u8* pages, const u16* query, const int* table,
+                      const int* request, const int* position, const int* chosen, u16* out, float* lse, float* kept, u64 page_stride,
+                      int table_stride, int tokens, int words, float factor) {
+    SHARED(memory);
+    int thread = thread_index(), warp = thread >> 5, lane = thread & 31, rank = block_index() % CLUSTER;
+    Batch batch = {table, request, position, chosen, table_stride, tokens, words};
+    Output output = {out, lse, kept};
+    int tiles = (tokens + TOKENS - 1) / TOKENS, first = block_index() / CLUSTER, step = grid_size() / CLUSTER;
+    // All tiles of one KV head, then of the next: what is read at a time stays in the L2 cache.
+    if (warp < WARPS) {
+        more_registers<MORE>();
+        for (int tile = first; tile < tiles * G; tile += step) {
+            int first_token = tile % tiles * TOKENS, head = tile / tiles;
+            int count = lay_out(memory, batch, first_token, head, thread);
+            attend(memory, batch, output, query, factor, count, first_token, head, rank, warp, lane);
+            leave(memory, thread);
+        }
+    } else {
+        fewer_registers<FEWER>();
+        for (int tile = first; tile < tiles * G; tile += step) {
+            int first_token = tile % tiles * TOKENS, head = tile / tiles, filler = warp - WARPS;
+            int count = lay_out(memory, batch, first_token, head, thread);
+            if (FORMAT != BF16)
+                fill_decoded(memory, pages, page_stride, count, head, filler, lane);
+            else if (filler < ASKING)
+                fill_rows(memory, &keys_map, &values_map, count, head, rank, filler, lane);
+            else if (filler == ASKING)
+                watch(memory, count, rank, lane);
+            leave(memory, thread);
+        }
+    }
+}
+
+}  // namespace samebits
