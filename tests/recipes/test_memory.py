@@ -133,14 +133,14 @@ def test_the_engine_still_refuses_what_support_says_it_refuses():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("lengths", [[37] * 6 + [34], [42, 5, 30, 19]])
-def test_what_a_forward_keeps_is_near_its_estimate(lengths, checkpointing):
+@pytest.mark.parametrize(("lengths", "kv_cache"), [([37] * 6 + [34], "auto"), ([42, 5, 30, 19], "auto"), ([42, 5, 30, 19] * 3, "nvfp4")])
+def test_what_a_forward_keeps_is_near_its_estimate(lengths, kv_cache, checkpointing):
     """Tensors saved for backward, counted on the real training model of the demo; of references, since these compute on a CPU."""
     from samebits.trainer.lora import LoRASettings
     from samebits.trainer.model import M3ForTraining
 
     option = f"actor_rollout_ref.model.enable_gradient_checkpointing={str(checkpointing).lower()}"
-    recipe, verl = load_recipe(TINY, ["device=cpu", option])
+    recipe, verl = load_recipe(TINY, ["device=cpu", option, f"numerics.kv_cache={kv_cache}"])
     found = examine(recipe, verl)
     model = M3ForTraining(Checkpoint(recipe.model_path), recipe.profile, LoRASettings(32, 32, found.spec.roles))
     model.checkpoint_activations(checkpointing)
