@@ -50,8 +50,9 @@ def test_parts_agree_with_samebits_plan():
 def test_engine_and_trainer_share_a_gpu_while_it_generates():
     generate = check(M31).memory.phases[0]
     engine = sum(v for k, v in generate.parts.items() if k.startswith("engine: "))
-    assert engine == pytest.approx(0.6 * 288 * GB, rel=1e-4) and engine <= 0.6 * 288 * GB, "but for a part of a page"
-    assert generate.usable == pytest.approx(0.945 * 288 * GB)
+    card = 276.5 * 2**30
+    assert engine == pytest.approx(0.6 * card, rel=1e-4) and engine <= 0.6 * card, "but for a part of a page"
+    assert generate.usable == pytest.approx(0.945 * card)
 
 
 @pytest.mark.parametrize(
