@@ -23,7 +23,7 @@ def quiet_job(verbose: bool) -> None:
     if not verbose:
         warnings.simplefilter("ignore")  # verl warns about each optional engine that is not installed
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # vLLM obeys that from its first engine on. What it says while it is imported, for one that a wheel for CPUs cannot use Triton, comes
+        # vLLM obeys that from its first engine on. What it says while it is imported, on a CPU that it does without Triton, comes
         # before and would go to Python's handler of last resort.
         logging.getLogger("vllm").setLevel(logging.ERROR)
         os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
