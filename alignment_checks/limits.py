@@ -2,8 +2,9 @@
 
 Two kinds. What a recipe tolerates is the KL of the two samplers' distributions: `kl_warn` is worth looking at, `kl_fail` ends a run (the
 reference run lived between 0.024 and 0.040; TIS corrects up to about there). What the formats explain is much tighter: both sides
-compute the same products, so the rest is summation order. With fp32 activations that is 1e-5 nats on a tiny model, with bf16 activations
-a token's route can flip at a near tie and move one logprob by tenths.
+compute the same products, so the rest is summation order. With fp32 activations that is 1e-5 nats on a tiny model, and less with an NVFP4
+cache, whose profile sums in fp64 so that no rounding of K or V turns out otherwise on one side (`kernels.sums`). With bf16 activations a
+token's route can flip at a near tie and move one logprob by tenths.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from samebits.quant.blocks import fast_path
 
+from .sums import wide
+
 
 class SwiGLU(NamedTuple):
     """Constants of the activation: `min(gate, limit) * sigmoid(alpha * gate) * (clamp(up, limit) + beta)`."""
@@ -32,9 +34,9 @@ class _SwiGLU(torch.autograd.Function):
             from . import triton_rows
 
             return triton_rows.swiglu(gate, up, params, dtype)
-        gate = gate.float().clamp(max=params.limit)
-        up = up.float().clamp(-params.limit, params.limit)
-        return (params.alpha * gate).sigmoid_().mul_(gate).mul_(up + params.beta).to(dtype)
+        gate = wide(gate).clamp(max=params.limit)
+        up = wide(up).clamp(-params.limit, params.limit)
+        return (params.alpha * gate).sigmoid_().mul_(gate).mul_(up + params.beta).float().to(dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.quant import mxfp8, nvfp4
@@ -20,6 +19,7 @@ from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
 
 from .linear_tiles import MXFP8Tiles, unpack_linear
+from .sums import add_product, product
 
 FrozenWeight = Tensor | NVFP4Tensor | MXFP8Tensor
 
@@ -64,7 +64,7 @@ class _FrozenLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, kind: type, *parts: Tensor) -> Tensor:
         ctx.kind, ctx.x_dtype = kind, x.dtype
         ctx.save_for_backward(*parts)
-        return F.linear(x.float(), values(_join(kind, parts)))
+        return product(x, values(_join(kind, parts)))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -102,9 +102,9 @@ def add_lora(out: Tensor, x: Tensor, lora: LoRA, adapter_ids: Tensor | None) -> 
     """
     for slot, rows in adapter_rows(adapter_ids):
         xs = x if rows is None else x[rows]
-        u = F.linear(xs.float(), lora.a[slot].float()).to(x.dtype).float()
-        b = lora.b[slot].float()
-        out = torch.addmm(out, u, b.t()) if rows is None else out.index_add(0, rows, F.linear(u, b))
+        u = product(xs, lora.a[slot]).to(x.dtype)
+        b = lora.b[slot]
+        out = add_product(out, u, b) if rows is None else out.index_copy(0, rows, add_product(out.index_select(0, rows), u, b))
     return out
 
 
@@ -113,11 +113,10 @@ class _LoRALinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, a: Tensor, b: Tensor, kind: type, *parts: Tensor) -> Tensor:
-        x32 = x.float()
-        u = F.linear(x32, a.float()).to(x.dtype)
+        u = product(x, a).to(x.dtype)
         ctx.kind = kind
         ctx.save_for_backward(x, u, a, b, *parts)
-        return F.linear(x32, values(_join(kind, parts))).addmm_(u.float(), b.float().t())
+        return add_product(product(x, values(_join(kind, parts))), u, b)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

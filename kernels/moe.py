@@ -16,6 +16,7 @@ from samebits.quant.blocks import fast_path
 from .activation import SwiGLU, swiglu_oai_halves
 from .expert_tiles import NVFP4Tiles, unpack_experts
 from .linear import FrozenWeight, LoRA, lora_sum, select, split
+from .sums import wide
 from .w4a4 import add_adapter, block_product
 from .w4a4 import swiglu as same_swiglu
 
@@ -53,7 +54,7 @@ def route_topk(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) ->
         from .triton_route import RouteTopK
 
         return RouteTopK.apply(logits, bias, top_k, scale)
-    scores = torch.sigmoid(logits.float())
+    scores = torch.sigmoid(wide(logits)).float()
     biased = scores if bias is None else scores + bias.float()
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(dim=-1).values
     return ids, route_weights(logits, ids, scale)
@@ -65,8 +66,8 @@ def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
         from .triton_route import RouteWeights
 
         return RouteWeights.apply(logits, ids, scale)
-    chosen = torch.sigmoid(logits.float()).gather(-1, ids)
-    return chosen / chosen.sum(-1, keepdim=True) * scale
+    chosen = torch.sigmoid(wide(logits)).float().gather(-1, ids)
+    return chosen / wide(chosen).sum(-1, keepdim=True).float() * scale
 
 
 def moe(

@@ -2,7 +2,7 @@
 
 A light indexer scores every key of the context with one index query for each KV group against one shared index key, takes the
 maximum over each block of 128 keys, and the query attends exactly to its top 16 blocks, the block it stands in among them.
-Blocks are anchored at each sequence's start. Scores and softmax are fp32.
+Blocks are anchored at each sequence's start. Scores and softmax are fp32 (or fp64, see `sums`).
 
 All functions work on a padded batch: queries [R, Q, ...] and keys [R, K, ...] of R sequences, where key j of a row is the key at
 position j and `q_pos` [R, Q] is the absolute position of a query, or -1 for padding. Packed training batches and paged engine
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .sums import wide
 
 _FORCED_INIT, _FORCED_LOCAL = 1e30, 1e29  # above any score; as upstream orders them
 
@@ -61,11 +63,11 @@ def block_scores(index_q: Tensor, index_k: Tensor, q_pos: Tensor, block: int) ->
     rows, queries, groups, dim = index_q.shape
     keys = index_k.shape[1]
     blocks = -(-keys // block)
-    tiles = torch.nn.functional.pad(index_k.float(), (0, 0, 0, blocks * block - keys)).view(rows * blocks, block, dim)
-    heads = index_q.float().reshape(rows, 1, queries * groups, dim).expand(-1, blocks, -1, -1)
+    tiles = torch.nn.functional.pad(wide(index_k), (0, 0, 0, blocks * block - keys)).view(rows * blocks, block, dim)
+    heads = wide(index_q).reshape(rows, 1, queries * groups, dim).expand(-1, blocks, -1, -1)
     scores = torch.bmm(heads.reshape(rows * blocks, queries * groups, dim), tiles.mT).view(rows, blocks, queries, groups, block)
     seen = torch.arange(blocks * block, device=q_pos.device).view(blocks, 1, 1, block) <= q_pos[:, None, :, None, None]
-    return scores.masked_fill(~seen, float("-inf")).amax(-1).permute(0, 2, 3, 1).contiguous()
+    return scores.masked_fill(~seen, float("-inf")).amax(-1).permute(0, 2, 3, 1).float().contiguous()
 
 
 def attend(
@@ -89,22 +91,22 @@ def attend(
     """
     rows, queries, heads, dim = q.shape
     keys, groups = k.shape[1], k.shape[2]
-    grouped = q.float().view(rows, queries, groups, heads // groups, dim)
+    grouped = wide(q).view(rows, queries, groups, heads // groups, dim)
     if blocks is not None and queries == 1 and keys > blocks.shape[-1] * block:
         # Decode over a long context: read only the chosen blocks.
         k, v, key_pos = _gather_blocks(k, v, blocks[:, 0], block)
         allowed = (key_pos >= 0) & (key_pos <= q_pos[:, :1, None])  # [R, G, n * block]
-        scores = torch.einsum("rqghd,rgkd->rghqk", grouped, k.float()) * scale
+        scores = torch.einsum("rqghd,rgkd->rghqk", grouped, wide(k)) * scale
         weights = _softmax(scores, allowed[:, :, None, None])
         out = torch.einsum("rghqk,rgkd->rqghd", weights, _clean(v, allowed))
-        return out.reshape(q.shape).to(q.dtype)
+        return out.float().reshape(q.shape).to(q.dtype)
     allowed = (torch.arange(keys, device=q.device) <= q_pos[..., None])[:, :, None]  # [R, Q, 1, K]
     if blocks is not None:
         allowed = allowed & _block_mask(blocks, keys, block)
-    scores = torch.einsum("rqghd,rkgd->rghqk", grouped, k.float()) * scale
+    scores = torch.einsum("rqghd,rkgd->rghqk", grouped, wide(k)) * scale
     weights = _softmax(scores, allowed.transpose(1, 2)[:, :, None])
-    v = v.float() if finite else _clean(v, allowed.any(1).transpose(1, 2))
-    return torch.einsum("rghqk,rkgd->rqghd", weights, v).reshape(q.shape).to(q.dtype)
+    v = wide(v) if finite else _clean(v, allowed.any(1).transpose(1, 2))
+    return torch.einsum("rghqk,rkgd->rqghd", weights, v).float().reshape(q.shape).to(q.dtype)
 
 
 def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -114,8 +116,8 @@ def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _clean(v: Tensor, used: Tensor) -> Tensor:
-    """fp32 values with zeros where no query looks: a page's unwritten tail may hold NaN, and NaN times a weight of zero is NaN."""
-    return v.float().masked_fill(~used[..., None], 0.0)
+    """`v` with zeros where no query looks: a page's unwritten tail may hold NaN, and NaN times a weight of zero is NaN."""
+    return wide(v).masked_fill(~used[..., None], 0.0)
 
 
 def _block_mask(blocks: Tensor, keys: int, block: int) -> Tensor:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from samebits.quant.blocks import fast_path
 
+from .sums import wide
+
 
 def _kernels_take(*inputs: Tensor) -> bool:
     return all(x.dtype is torch.bfloat16 for x in inputs) and fast_path(inputs[0])
 
 
 def _scale(x32: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(wide(x32).square().mean(-1, keepdim=True) + eps).float()
 
 
 def _normalise(x32: Tensor, weight: Tensor, eps: float) -> Tensor:

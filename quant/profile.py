@@ -23,6 +23,7 @@ class Format(enum.StrEnum):
     FP8 = "fp8_e4m3"
     BF16 = "bfloat16"
     FP32 = "float32"
+    FP64 = "float64"
 
 
 _WEIGHTS: dict[Role, Format] = {
@@ -58,7 +59,8 @@ class NumericsProfile:
     activations: str = Format.BF16
     """Format of the activations that enter a GEMM: bfloat16, float32 (CPU), or nvfp4 (W4A4)."""
     accumulation: str = Format.FP32
-    """Format in which products are summed."""
+    """Format in which products are summed, before they are rounded to the activations': float32, or float64 where K and V of fp32 are
+    rounded to NVFP4: an fp32 sum has other last bits in another batch, and a value between two codes then takes the other one."""
     kv_cache: str = Format.BF16
     """Format of K, V and index keys between their write and their use: the compute dtype, or nvfp4."""
     kv_read: str = STORED
@@ -112,6 +114,8 @@ PROFILES: dict[str, NumericsProfile] = {
 def get_profile(name: str, kv_cache: str | None = None) -> NumericsProfile:
     """The profile called `name`, with its KV format replaced where given: nvfp4, or nvfp4-e4m3 for NVFP4 read as E4M3.
 
+    An NVFP4 cache under fp32 activations brings sums in fp64.
+
     Raises `ValueError` on an unknown name or format.
     """
     if name not in PROFILES:
@@ -119,14 +123,15 @@ def get_profile(name: str, kv_cache: str | None = None) -> NumericsProfile:
     profile = PROFILES[name]
     if kv_cache is None or kv_cache == "auto":
         return profile
+    exact = {"accumulation": Format.FP64} if profile.activations == Format.FP32 else {}
     if kv_cache == E4M3_READ:
-        return profile.replace(kv_cache=Format.NVFP4, kv_read=Format.FP8)
+        return profile.replace(kv_cache=Format.NVFP4, kv_read=Format.FP8, **exact)
     allowed = (profile.kv_cache, Format.NVFP4, E4M3_READ)
     if kv_cache not in allowed:
         *formats, last = dict.fromkeys(allowed)
         formats = f"{', '.join(formats)} or {last}"
         raise ValueError(f"numerics profile {name!r} takes a KV cache in {formats}, not {kv_cache!r}")
-    return profile.replace(kv_cache=Format(kv_cache))
+    return profile.replace(kv_cache=Format(kv_cache), **(exact if kv_cache == Format.NVFP4 else {}))
 
 
 def require_same(what: str, have: str, other: str, want: str) -> None:

@@ -18,7 +18,7 @@ from .config import Recipe, RecipeError, load_recipe
 from .data import SourceFinding, look_up
 from .launch import commands
 from .math_data import DataError
-from .memory import MemoryReport, Phase, plan
+from .memory import MemoryReport, Phase, engine_shortage, plan
 from .validate import Validated, examine, require_enough
 
 
@@ -69,14 +69,17 @@ def check(file: str, overrides: Sequence[str] = ()) -> Report:
     for phase in memory.phases:
         if phase.short:
             raise DoesNotFit(_shortage(phase, recipe, verl, found))
+    if (shortage := engine_shortage(recipe, verl, found)) is not None:
+        raise DoesNotFit(shortage)
     return Report(recipe, verl, found, data, memory, tuple(commands(recipe, verl, file, overrides)))
 
 
 def _shortage(phase: Phase, recipe: Recipe, verl: DictConfig, found: Validated) -> str:
     largest = max(phase.parts, key=phase.parts.__getitem__)
+    share = recipe.cluster.usable_share
     return (
         f"does not fit: phase {phase.name} needs {phase.total / 1e9:.1f} GB of each {found.gpu.title}, {phase.usable / 1e9:.1f} of "
-        f"{found.gpu.memory_gb:g} GB are usable (cluster.usable_share={recipe.cluster.usable_share}): {phase.short / 1e9:.1f} GB missing; "
+        f"{found.gpu.memory_gb:.1f} GB are usable (cluster.usable_share={share}): {phase.short / 1e9:.1f} GB missing; "
         f"largest part: {largest}, {phase.parts[largest] / 1e9:.1f} GB"
     )
 

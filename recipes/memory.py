@@ -7,6 +7,7 @@ during a sync both have their weights. Bytes are decimal (1 GB = 1e9 bytes). Est
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class MemoryReport:
 
     phases: tuple[Phase, ...]
     sequences: int | None
-    """Sequences of full length whose caches fit an engine GPU; None where no GPU is named."""
+    """Sequences of full length whose caches fit an engine GPU; None where no GPU is named. With none the engine does not start."""
     host: dict[str, float]
     """Bytes of memory of a node, by use."""
     adapter_parameters: int
@@ -59,7 +60,7 @@ class MemoryReport:
 
 
 def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
-    """Memory by phase. A KV pool that does not hold one whole sequence counts as short in `generate`."""
+    """Memory by phase. A KV pool that does not hold one whole sequence is planned for one, see `MemoryReport.sequences`."""
     model, layout, rollout, actor = found.model, found.layout, verl.actor_rollout_ref.rollout, verl.actor_rollout_ref.actor
     parameters = parts.trainable(found).total
     usable = found.gpu.memory_gb * 1e9 * recipe.cluster.usable_share if found.gpu else None
@@ -106,7 +107,7 @@ def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated, card: float
     """Parts of an engine rank, and how many sequences of full length its cache holds (None on a CPU, and where no size is known).
 
     The cache has what is left of the engine's share of the GPU, in whole pages; on a CPU, and where the recipe says so, a size of its own.
-    A pool that does not hold one sequence is planned for one, so that the shortage shows. card: as `memory_parts.engine_budget` takes it.
+    A pool that does not hold one sequence is planned for one. card: as `memory_parts.engine_budget` takes it.
     """
     rollout = verl.actor_rollout_ref.rollout
     weights, slots = parts.engine_weights(recipe, verl, found), parts.adapter_slots(recipe, found)
@@ -121,6 +122,28 @@ def engine_parts(recipe: Recipe, verl: DictConfig, found: Validated, card: float
     room = room // page * page
     cache = named | {"engine: KV cache": max(one_sequence, room)}
     return cache, None if recipe.device == "cpu" and found.gpu is None else max(0, int(room // one_sequence))
+
+
+def engine_shortage(recipe: Recipe, verl: DictConfig, found: Validated) -> str | None:
+    """One line where the engine's share of a GPU does not hold one sequence of full length: then vLLM does not start. Else None."""
+    engine, sequences = engine_parts(recipe, verl, found)
+    if sequences != 0:
+        return None
+    longest, (_, one) = parts.longest(verl), parts.sequence_bytes(recipe, verl, found)
+    fixed, rollout = parts.fixed_cache(recipe, verl), "actor_rollout_ref.rollout"
+    if fixed is not None:
+        key = f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={fixed:.0f}"
+        return f"does not fit: {key} holds no sequence of {longest:,} tokens, which takes {one / 1e9:.2f} GB on each GPU"
+    memory = found.gpu.memory_gb * 1e9
+    share, needed = verl.actor_rollout_ref.rollout.gpu_memory_utilization, sum(engine.values())
+    held = ", ".join(f"{size / 1e9:.1f} GB {name.removeprefix('engine: ')}" for name, size in engine.items() if name != "engine: KV cache")
+    least = math.ceil(1000 * needed / memory) / 1000
+    advice = f"it takes {least:.3f} at least" if least <= 1 else "no share is enough: spread the engine over more GPUs"
+    return (
+        f"does not fit: {rollout}.gpu_memory_utilization={share:g} gives the engine {memory * share / 1e9:.1f} of {found.gpu.title}'s "
+        f"{memory / 1e9:.1f} GB, which do not hold {held} and the {one / 1e9:.2f} GB KV cache of one sequence of {longest:,} tokens: "
+        f"{advice}"
+    )
 
 
 def trainer_parts(recipe: Recipe, verl: DictConfig, found: Validated, tokens: int) -> dict[str, dict[str, float]]:
@@ -165,7 +188,7 @@ def _assumptions(recipe: Recipe, found: Validated, sequence: int, asleep: bool) 
     packed, kv = keeps_packed(recipe.profile), recipe.profile.kv_cache
     share = recipe.cluster.usable_share
     margin = (
-        f"margin: {1 - share:.1%} of {found.gpu.title}'s {found.gpu.memory_gb:g} GB are left free for runtime, communication and graphs"
+        f"margin: {1 - share:.1%} of {found.gpu.title}'s {found.gpu.memory_gb:.1f} GB are left free for runtime, communication and graphs"
         if found.gpu
         else "cluster.gpu is not set: nothing is compared with a GPU's memory"
     )

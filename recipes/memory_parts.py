@@ -166,7 +166,7 @@ def kept_per_token(recipe: Recipe, verl: DictConfig, found: Validated) -> float:
     routed = model.experts_per_token * (halves * model.expert_intermediate + narrow(EXPERT_ROLES))
     if recipe.device == "cpu":
         sequence = verl.data.max_prompt_length + verl.data.max_response_length
-        attention += q + 2 * kv + 2 * model.heads * sequence
+        attention += (q + 2 * kv + 2 * model.heads * sequence) * (2 if recipe.profile.accumulation == "float64" else 1)
         routed += model.experts_per_token * (model.hidden + model.expert_intermediate)
     scores = 4 * (model.layers * model.heads + model.moe_layers * (2 * model.experts + 6 * model.experts_per_token))
     hidden = (streams + 4 * model.layers) * model.hidden

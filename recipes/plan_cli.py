@@ -134,7 +134,7 @@ def step(
         ("trainer a GPU: one layer gathered", _gb(plan.layer_gathered)),
         ("trainer a GPU: adapter, gradient, moments", _gb(plan.adapter_state_per_gpu)),
         ("trainer a GPU: activations kept", _gb(plan.activations_per_gpu)),
-        ("trainer a GPU: together", f"{_gb(plan.trainer_per_gpu)} of {machine.memory_gb:g} GB"),
+        ("trainer a GPU: together", f"{_gb(plan.trainer_per_gpu)} of {machine.memory_gb:.1f} GB"),
         ("base received by each GPU", _gb(plan.gathered_per_gpu)),
         ("operations of training", f"{plan.train_flops:.3g}"),
         ("training, compute", f"{plan.train_seconds:,.1f} s"),

@@ -158,13 +158,19 @@ class Gpu:
     """One accelerator, as `hardware.yaml` has it."""
 
     title: str
-    memory_gb: float
+    memory_gib: float
+    """What the driver gives a program, in GiB."""
     memory_tb_s: float
     bf16_tflops: float
     link_gb_s: float
     sources: tuple[str, ...]
     nvfp4_mma: bool = False
     """Whether its matrix units multiply NVFP4 by NVFP4."""
+
+    @property
+    def memory_gb(self) -> float:
+        """What the driver gives a program, in decimal GB."""
+        return self.memory_gib * 2**30 / 1e9
 
 
 def get_model(name: str) -> Model:

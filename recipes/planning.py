@@ -17,7 +17,7 @@ PAGE_TOKENS = 128
 """Tokens of a KV page (MSA's block)."""
 USABLE_SHARE = 0.945
 """Share of a GPU's memory that weights and KV cache may fill; the rest is runtime, activations and graphs. An assumption: with the index
-cache counted, any share from 0.932 to 0.958 gives the 76 and 28 sequences that are published for 4 B300."""
+cache counted, any share from 0.934 to 0.961 gives the 76 and 28 sequences that are published for 4 B300."""
 WEIGHTS_FOR_KV = {"nvfp4": "nvfp4", "fp8": "mxfp8", "bf16": "mxfp8"}
 
 
@@ -158,7 +158,7 @@ def plan_memory(
     window = ((held + fits * each) / memory if fits else 0.0, (held + (fits + 1) * each) / memory)
     published = weights in model.checkpoint_gb
     assumptions = (
-        f"usable share of a GPU's memory: {usable_share:.3f} of {gpu.memory_gb:g} GB; {fits} sequences a GPU for any share in "
+        f"usable share of a GPU's memory: {usable_share:.3f} of {gpu.memory_gb:.1f} GB; {fits} sequences a GPU for any share in "
         f"[{window[0]:.3f}, {window[1]:.3f})",
         f"weights: {weights.upper()} experts counted from the sizes, the rest "
         + (f"as published ({model.checkpoint_gb[weights]:g} GB in all)" if published else "counted (published size unknown)"),

@@ -44,7 +44,7 @@ def missing(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread, gpu:
         packed = packed_weights(model, layout.expert_ranks, layout.tensor_ranks)
         found.append(
             f"the engine keeps the base in {ENGINE_BITS} bits: {held / 1e9:,.0f} GB on each GPU instead of {packed / 1e9:,.0f} GB packed, "
-            f"of {gpu.memory_gb:g} GB"
+            f"of {gpu.memory_gb:.1f} GB"
         )
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -22,6 +23,9 @@ def quiet_job(verbose: bool) -> None:
     if not verbose:
         warnings.simplefilter("ignore")  # verl warns about each optional engine that is not installed
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # vLLM obeys that from its first engine on. What it says while it is imported, on a CPU that it does without Triton, comes
+        # before and would go to Python's handler of last resort.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
         os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
 

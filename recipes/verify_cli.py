@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .terminal import fail, require_writable, write_json
+from .terminal import fail, quiet_job, require_writable, write_json
 from .verify_stock import verify_server
 
 verify_app = typer.Typer(help="Prove that trainer and engine agree, or name what does not.", no_args_is_help=True)
@@ -48,7 +47,7 @@ def faults(
 ) -> None:
     """Prove that trainer and engine agree, or name what does not. Exit status: 0 agree, 1 disagree, 2 could not be checked."""
     if list_faults:
-        _quieten()
+        quiet_job(verbose=False)
         from samebits.alignment_checks.faults import CATALOGUE
 
         width = max(map(len, CATALOGUE))
@@ -106,9 +105,7 @@ def _verify(
     require_writable(json, html)
     if Path(subject).is_dir() and not (Path(subject) / "config.yaml").is_file():
         raise fail(f"{subject} is no run directory: it has no config.yaml")
-    if not verbose:
-        _quieten()
-    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "samebits.trainer.plugin,samebits.rollout.verl_plugin")
+    quiet_job(verbose)
     with _log(verbose) as (console, errors, log):
         watchdog = _watchdog(timeout, errors, log)
         _end_on_sigterm(errors)
@@ -295,12 +292,6 @@ def _show_steps(steps: list[Any], console: Console) -> None:
     for step in steps:
         table.add_row(step.point, f"{step.difference:.3g}", f"{step.limit:.3g}", "[red]parts here[/]" if step.parts else "")
     console.print(table)
-
-
-def _quieten() -> None:
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
 
 
 @contextmanager

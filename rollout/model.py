@@ -26,6 +26,7 @@ from samebits.kernels.mlp import MLPLoRA, SharedExpert, mlp, mlp_activation, moe
 from samebits.kernels.moe import moe, route_topk
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import rope_table
+from samebits.kernels.sums import summed_in
 from samebits.kernels.taps import tap
 from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
 
@@ -285,11 +286,13 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
         **kwargs: Any,
     ) -> Tensor:
         """Hidden states [T, hidden] of packed tokens."""
-        return self.model(self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds, positions)
+        with summed_in(self.settings.profile.accumulation):
+            return self.model(self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds, positions)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """fp32 logits [T, vocabulary]; -inf for tokens that must not be sampled."""
-        logits = self.group.gather(self.lm_head(hidden_states))[:, : self.config.vocab_size]
+        with summed_in(self.settings.profile.accumulation):
+            logits = self.group.gather(self.lm_head(hidden_states))[:, : self.config.vocab_size]
         if self._forbidden is not None:
             logits = logits.index_fill(-1, self._forbidden, float("-inf"))
         return logits

@@ -27,6 +27,7 @@ from samebits.kernels.linear import FrozenWeight, lora_linear
 from samebits.kernels.msa_ops import Norms, rotate_heads
 from samebits.kernels.norm import gemma_rms_norm, gemma_rms_norm_add
 from samebits.kernels.rope import apply_rope
+from samebits.kernels.sums import summed_in
 from samebits.kernels.taps import recording, tap
 from samebits.quant import kv
 from samebits.quant.adapter import AdapterSpec
@@ -154,6 +155,7 @@ class DecoderLayer(nn.Module):
         self.prefix = prefix = f"model.layers.{layer}."
         self.dims = dims
         self.checkpointing = False
+        self.accumulation = profile.accumulation
         self.input_norm = PackedBase(checkpoint.tensor(f"{prefix}input_layernorm.weight"))
         self.post_norm = PackedBase(checkpoint.tensor(f"{prefix}post_attention_layernorm.weight"))
         self.attention = Attention(checkpoint, layer, dims, profile)
@@ -184,7 +186,12 @@ class DecoderLayer(nn.Module):
             return recompute_later(self._run, x, residual, seqs, routes, blocks, adapter, use_reentrant=False)
         return self._run(x, residual, seqs, routes, blocks, adapter)
 
-    def _run(self, x, residual, seqs, routes, blocks, adapter) -> LayerOutput:
+    def _run(self, *inputs) -> LayerOutput:
+        # Here and not around the model: a checkpointed layer runs again in backward.
+        with summed_in(self.accumulation):
+            return self._layer(*inputs)
+
+    def _layer(self, x, residual, seqs, routes, blocks, adapter) -> LayerOutput:
         lora = self.lora if adapter else None
         eps = self.dims.eps
         if residual is None:
@@ -283,9 +290,10 @@ class M3ForTraining(nn.Module):
             out = layer(x, residual, seqs, layer_routes, layer_blocks, self._adapter_enabled)
             x, residual = out.x, out.residual
             choices.append(out._replace(x=None, residual=None))
-        h, _ = gemma_rms_norm_add(x, residual, self.norm.value(), dims.eps)
-        tap("model.norm", h)
-        logprobs, ent = token_logprobs(h, self.head.value()[: self.tokens], labels, temperature, entropy, head_rows=dims.vocab)
+        with summed_in(self.profile.accumulation):
+            h, _ = gemma_rms_norm_add(x, residual, self.norm.value(), dims.eps)
+            tap("model.norm", h)
+            logprobs, ent = token_logprobs(h, self.head.value()[: self.tokens], labels, temperature, entropy, head_rows=dims.vocab)
         none = torch.zeros((), dtype=torch.int64, device=tokens.device)
         return M3Output(
             logprobs,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from samebits.alignment_checks import suite
 from samebits.alignment_checks.bisect import first_difference
 from samebits.kernels.msa_ops import Norms, batch_of, rotate_heads
 from samebits.kernels.rope import rope_table
@@ -126,3 +127,15 @@ def test_a_profile_with_rounded_reads_reaches_both_models(rounded_pair):
     trainer.module.layers[0].attention.rounded_reads = False
     assert first_difference(trainer.record(tokens), theirs).point == "model.layers.0.self_attn.attention"
     trainer.module.layers[0].attention.rounded_reads = True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [1, 3, 11])
+def test_sampled_tokens_have_the_bits_of_the_trainer_in_every_company(rounded_pair, prompts):
+    """Decoded a token at a time among few others, scored in one packed batch: no K or V may round to another code."""
+    g = torch.Generator().manual_seed(prompts)
+    drawn = [torch.randint(3, 40, (int(torch.randint(1, 30, (1,), generator=g)),), generator=g).tolist() for _ in range(prompts)]
+    suite.prepare(rounded_pair)
+    samples = rounded_pair.replicas[0].run(drawn, tokens=24, prompt_logprobs=False, seed=0)
+    for sample, row in zip(samples, rounded_pair.trainer.logprobs(samples), strict=True):
+        assert torch.equal(row[len(sample.prompt) - 1 :], sample.logprobs)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from samebits.quant import kv, nvfp4
 from samebits.quant.nvfp4 import NonFiniteWeight
@@ -122,6 +124,47 @@ def test_pages_of_other_heads_and_sizes():
         kv.write_pages(pages, slots, k[:, :2], v[:, :2])
     with pytest.raises(NonFiniteWeight, match="KV row"):
         kv.write_pages(pages, slots, k, v / 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 4), st.sampled_from([32, 64, 128]), st.integers(1, 3), st.integers(0, 1 << 16))
+def test_any_order_of_writes_leaves_the_same_pages(data, heads, dim, count, seed):
+    """Tokens written one batch after the other, a slot again with other values: the last of each slot is there, and nothing else moved."""
+    g = torch.Generator().manual_seed(seed)
+    slots = data.draw(st.lists(st.integers(0, count * kv.PAGE - 1), min_size=1, max_size=40))
+    k, v = (torch.randn(len(slots), heads, dim, generator=g) * 4 for _ in range(2))
+    pages = torch.full(kv.page_shape(count, heads, dim), 0xEE, dtype=torch.uint8)
+    index = torch.full(kv.index_page_shape(count, dim), 0xEE, dtype=torch.uint8)
+    at = 0
+    while at < len(slots):  # a batch ends where a slot would come twice
+        end = next((i for i in range(at, len(slots)) if slots[i] in slots[at:i]), len(slots))
+        end = min(end, at + data.draw(st.integers(1, 9)))
+        part = slice(at, end)
+        kv.write_pages(pages, torch.tensor(slots[part]), k[part], v[part])
+        kv.write_index_pages(index, torch.tensor(slots[part]), k[part, 0])
+        at = end
+    last = {slot: i for i, slot in enumerate(slots)}
+    held, rows_of = torch.tensor(list(last)), torch.tensor(list(last.values()))
+    for have, x in zip(kv.read_pages(pages, held, dim), (k, v), strict=True):
+        assert torch.equal(have, kv.read(kv.write(x[rows_of]), dim))
+    assert torch.equal(kv.read_index_pages(index, held, dim), kv.read(kv.write(k[rows_of, 0]), dim))
+    once = torch.full_like(pages, 0xEE)
+    kv.write_pages(once, held, k[rows_of], v[rows_of])
+    assert torch.equal(once, pages)
+    # Each token is so many bytes of every slot of its page, wherever its scales lie.
+    changed = torch.full_like(pages, 0x11)
+    kv.write_pages(changed, held, k[rows_of], v[rows_of])
+    assert (changed != pages).sum() == (count * kv.PAGE - len(last)) * 2 * heads * kv.row_bytes(dim)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_full_pages_hold_every_token(dim):
+    slots = torch.randperm(2 * kv.PAGE, generator=torch.Generator().manual_seed(2))
+    k, v = (torch.randn(len(slots), 3, dim, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4))
+    pages = torch.zeros(kv.page_shape(2, 3, dim), dtype=torch.uint8)
+    kv.write_pages(pages, slots, k, v)
+    for have, x in zip(kv.read_pages(pages, slots, dim), (k, v), strict=True):
+        assert torch.equal(have, kv.read(kv.write(x), dim))
 
 
 def test_re_rounded_read():

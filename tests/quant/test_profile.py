@@ -55,6 +55,13 @@ def test_kv_format_is_chosen_among_those_of_the_profile():
         get_profile("w4a4", "fp8_e4m3")
 
 
+@pytest.mark.parametrize("kv_cache", ["nvfp4", "nvfp4-e4m3"])
+def test_fp32_activations_are_summed_in_fp64_where_a_packed_cache_rounds_them(kv_cache):
+    assert get_profile("w4a16-fp32", kv_cache).accumulation == Format.FP64
+    assert get_profile("w4a16", kv_cache).accumulation == get_profile("w4a16-fp32").accumulation == Format.FP32
+    assert get_profile("w4a16-fp32", "float32") == get_profile("w4a16-fp32")
+
+
 def test_an_nvfp4_cache_may_be_read_as_e4m3():
     plain, rounded = get_profile("w4a16", "nvfp4"), get_profile("w4a16", "nvfp4-e4m3")
     assert not plain.rounded_reads and rounded.rounded_reads

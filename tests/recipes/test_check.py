@@ -1,6 +1,7 @@
 """`samebits train --check`: sound recipes are planned without GPU or weights; each broken variant ends with one line naming the key."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from samebits.recipes.validate import validate
 DATA = Path(__file__).parent / "data"
 DAPO, AIME = DATA / "dapo_like.jsonl", DATA / "aime_like.jsonl"
 TINY, M31, H200, QWEN = "tiny_m3_grpo", "m31_dapo_math_16xgb300", "m31_dapo_math_8xh200", "qwen3_30b_a3b_dapo_math_8xh100"
-SHIPPED = (TINY, M31, "m31_dapo_math_8xb200", H200, QWEN)
+B200 = "m31_dapo_math_8xb200"
+SHIPPED = (TINY, M31, B200, H200, QWEN)
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 DP, EP, TP = (f"{ROLLOUT}.{kind}_parallel_size" for kind in ("data", "expert", "tensor_model"))
 SPREAD = "expert_parallel.trainer"
@@ -122,15 +124,15 @@ def test_broken_variant_is_one_line_with_status_2(recipe, overrides, says):
         (
             H200,
             [f"{ROLLOUT}.gpu_memory_utilization=0.9"],
-            "phase generate needs 168.0 GB of each NVIDIA H200 (SXM), 133.2 of 141 GB are usable",
+            "phase generate needs 176.2 GB of each NVIDIA H200 (SXM), 141.9 of 150.1 GB are usable",
         ),
         (
             H200,
-            ["cluster.usable_share=0.8", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30720"],
-            "phase train needs 115.0 GB of each NVIDIA H200 (SXM), 112.8 of 141 GB are usable",
+            ["cluster.usable_share=0.8", f"{ROLLOUT}.gpu_memory_utilization=0.5", f"{ACTOR}.ppo_max_token_len_per_gpu=34816"],
+            "phase train needs 122.9 GB of each NVIDIA H200 (SXM), 120.1 of 150.1 GB are usable",
         ),
         (H200, [f"{ROLLOUT}.free_cache_engine=false"], "phase train needs"),
-        (H200, ["cluster.gpu=h100"], "of 80 GB are usable"),
+        (H200, ["cluster.gpu=h100"], "of 84.9 GB are usable"),
         (M31, [f"{DP}=1", f"{EP}=1", f"{ROLLOUT}.gpu_memory_utilization=0.9"], "largest part: engine: base, 250.1 GB"),
         (H200, ["actor_rollout_ref.model.enable_gradient_checkpointing=false"], "largest part: trainer: activations kept"),
     ],
@@ -140,6 +142,29 @@ def test_too_little_memory_is_one_line_with_status_1(recipe, overrides, says):
     assert result.exit_code == 1, result.output
     assert result.output.startswith("samebits: does not fit: phase ") and result.output.count("\n") == 1
     assert says in result.output and "GB missing" in result.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.49"], "gpu_memory_utilization=0.49 gives the engine 73.6 of NVIDIA H200 (SXM)'s 150.1 GB"),
+        ([f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=200000000"], "kv_cache_memory_bytes=200000000 holds no sequence of 22,528"),
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.1"], "the 0.29 GB KV cache of one sequence of 22,528 tokens: it takes 0.492 at least"),
+    ],
+)
+def test_an_engine_whose_share_holds_no_sequence_does_not_fit(overrides, says):
+    """However much is free on the GPU: vLLM would refuse to start."""
+    result = run(H200, *overrides)
+    assert result.exit_code == 1 and result.output.startswith("samebits: does not fit: ") and result.output.count("\n") == 1
+    assert says in result.output
+
+
+def test_the_least_share_that_is_named_is_enough_and_one_less_is_not():
+    said = run(H200, f"{ROLLOUT}.gpu_memory_utilization=0.3").output
+    least = float(re.search(r"it takes ([0-9.]+) at least", said)[1])
+    assert 0.3 < least < 0.62
+    assert run(H200, f"{ROLLOUT}.gpu_memory_utilization={least}").exit_code == 0
+    assert run(H200, f"{ROLLOUT}.gpu_memory_utilization={least - 0.003:.3f}").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -168,9 +193,10 @@ def test_shipped_recipe_passes_its_check(name, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["name"] == name and {p["name"] for p in found["memory"]["phases"]} == {"generate", "train", "sync"}
     assert all(p["short"] == 0 for p in found["memory"]["phases"])
-    assert found["runnable"] is (name == TINY), "a recipe that this version cannot run must say so"
-    assert bool(found["missing"]) is (name != TINY)
-    assert ("this version of samebits cannot run the recipe" in result.output) is (name != TINY)
+    assert found["runnable"] is (name == TINY), "a recipe that this version cannot run, or not without a checkpoint, must say so"
+    assert bool(found["missing"]) is (name not in (TINY, H200))
+    assert ("this version of samebits cannot run the recipe" in result.output) is bool(found["missing"])
+    assert ("samebits quantize SOURCE checkpoints/m31-flash makes the checkpoint" in result.output) is (name == H200)
     for reason in found["missing"]:
         assert reason in result.output
 
@@ -183,11 +209,15 @@ def test_shipped_recipes_state_only_what_differs():
     assert {p.stem for p in RECIPES.glob("*.yaml")} == {*SHIPPED, *mini, "base", "baseline", "dapo_math", "models", "hardware", "serving"}
 
 
+def test_a_replica_that_is_spread_by_sequences_is_planned_and_not_run():
+    result = run(H200, f"{TP}=1", f"{DP}=8", f"{EP}=8")
+    assert result.exit_code == 0 and f"{DP}=8: the engine does not spread a replica by it; use tensor_model_parallel_size" in result.output
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         (M31, "numerics.profile=w4a4 computes with nvfp4 activations"),
-        (H200, f"{DP}=8: the engine does not spread a replica by it; use tensor_model_parallel_size"),
         (QWEN, "architecture qwen3-30b-a3b is of the qwen3_moe family: quantize, trainer and engine implement minimax_m3 only"),
     ],
 )

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -130,8 +130,20 @@ def test_what_reading_alone_decides(answer, verdict):
     assert compare("12{,}345", "12345") is True
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.text(alphabet="0123456789 .,-+{}()[]\\$=*/^_%!abxANnswer:\nboxed", max_size=80), st.sampled_from(["34", "(1,2)", "\\frac12"]))
+# What the rules look for comes as whole pieces: letters alone hardly ever make a box or an answer.
+PIECES = (
+    "\\boxed", "\\fbox", "{", "}", "{}", "answer", "Answer:", "ANSWER: ", "final answer is ", "**", "$", "\\frac",
+    "\\dfrac{1}{2}", "\\sqrt", "=", "x = ", "x+1=2=3", "\\implies", "<", "\\leq", "34", "-7", "0.5", "1e9", "1,000", "50%",
+    "(1,2)", "[0,1)", "\\{1,2\\}", ",", "\\text{cm}", " ", "\n", "<think>", "</think>", "^", "!", "\\", "\\left(", "\\right)",
+    "\\cup", "\\infty", "\\pm",
+)  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join) | st.text(alphabet="0123456789 .,-+{}()[]\\$=*/^_%!abx:\n", max_size=80)
+
+
+@settings(max_examples=600, deadline=None)
+@given(TEXTS, st.sampled_from(["34", "(1,2)", "\\frac12", "x=2", "[0,1)"]))
+@example("answer: x=2=3", "34")
+@example("\\boxed{34", "34")
 def test_any_text_gets_a_verdict_and_never_an_error(text, gold):
     statement = final_statement(text)
     assert statement is None or isinstance(statement, Statement)

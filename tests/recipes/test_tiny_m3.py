@@ -216,6 +216,19 @@ def test_muon_orthogonalises_stacks_and_steps_downhill():
     assert losses[-1] < 0.1 * losses[0]
 
 
+def test_muon_takes_nesterov_s_momentum_and_decays_what_has_no_gradient():
+    one, two = (torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    w = torch.ones(6, 4, requires_grad=True)
+    optimizer, want = Muon([w], lr=0.1, momentum=0.9, weight_decay=0.5), torch.ones(6, 4)
+    velocity = torch.zeros(6, 4)
+    for gradient in (one, two, torch.zeros(6, 4)):
+        w.grad = gradient.clone()
+        optimizer.step()
+        velocity = 0.9 * velocity + 0.1 * gradient
+        want = want * (1 - 0.1 * 0.5) - 0.1 * 0.2 * 6**0.5 * orthogonalise(0.1 * gradient + 0.9 * velocity)
+        torch.testing.assert_close(w.detach(), want)
+
+
 def test_build_is_repeatable_by_seed_and_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_m3, "EVALUATED", 8)
     threads = torch.get_num_threads()

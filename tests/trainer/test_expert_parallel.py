@@ -233,12 +233,17 @@ def assert_bits(runs: list[dict], want: dict, world: int) -> None:
     assert [loss / world for r in runs for loss in r["losses"]] == want["losses"]
 
 
-def assert_near(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """fp32 sums in another order."""
-    assert have.keys() == want.keys()
-    for name in want:
-        assert want[name].any(), name
-        assert (have[name] - want[name]).norm() <= 2e-6 * want[name].norm(), name
+def distance(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Of the gradient that is furthest from its own, relative to its norm."""
+    assert have.keys() == want.keys() and all(w.any() for w in want.values())
+    return max(((have[name] - want[name]).norm() / want[name].norm()).item() for name in want)
+
+
+def noise(one, whole: dict[str, torch.Tensor]) -> float:
+    """What fp32 sums in another order do to the gradients `whole` of one rank, on this machine: the batch is cut otherwise there."""
+    cut = distance(gradients(one, share(0, 1, max_tokens=16))[1], whole)
+    assert cut < 1e-4, "less than what a term left out or counted twice would do"
+    return cut
 
 
 @pytest.mark.slow
@@ -272,10 +277,11 @@ def test_on_one_rank_the_key_changes_nothing(alone, m3):
 @pytest.mark.slow
 def test_gradients_are_those_of_one_rank_and_of_fsdp_alone(runs, alone):
     grads = gradients(alone, share(0, 1))[1]
+    bound = noise(alone, grads)
     for r in runs:
         assert len(r["gradients"][0]) > 2
-        assert_near(r["gradients"][1], grads)
-        assert_near(r["gradients"][1], r["sharded"][1])
+        assert distance(r["gradients"][1], grads) <= 4 * bound
+        assert distance(r["gradients"][1], r["sharded"][1]) <= 4 * bound
 
 
 @pytest.mark.slow
@@ -382,13 +388,14 @@ def test_four_ranks_and_twice_two(alone, m3, tmp_path):
     mp.spawn(on_four_ranks, (4, free_port(), str(m3), str(tmp_path)), nprocs=4)
     runs = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     bits, grads = bits_of(alone, 0, 1), gradients(alone, share(0, 1))[1]
+    bound = noise(alone, grads)
     one = built(m3, False)
     stirred(one)
     step(one, share(0, 1, 1))
     for size in (4, 2):
         assert_bits([r[size] for r in runs], bits, 4)
         for r in runs:
-            assert_near(r[size]["gradients"], grads)
+            assert distance(r[size]["gradients"], grads) <= 4 * bound
             assert all(size * mine == whole for n, (mine, whole) in r[size]["held"].items() if is_expert(n))
             for name, want in masters(one).items():
                 assert_trained_alike(name, r[size]["trained"][name], want, rtol=1e-3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samebits.alignment_checks.reference_m3 import ReferenceM3
+from samebits.kernels import taps
 from samebits.kernels.moe import route_weights
 from samebits.quant.checkpoint import Checkpoint, CheckpointError
 from samebits.quant.profile import NumericsProfile, ProfileMismatch, get_profile
@@ -43,6 +44,32 @@ def test_forward_equals_the_reference_beyond_topk_blocks(m3, make_model, packed,
     assert (out.blocks[:, 1:] >= 0).sum(-1).max() == TOPK and (out.blocks[:, 0] == -1).all()
     tail = out.blocks[7 + 5 * BLOCK : 7 + 5 * BLOCK + 61, 1:]
     assert (tail.amax(-1) == 5).all() and not (tail[..., 0] == 0).all(), "late queries must leave out some block"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_a_packed_cache_a_sequence_has_the_same_bits_in_every_batch(make_model, packed, checkpointing):
+    """Keys and values that differ in their last bits round to other codes; nothing may differ, sequences of one token included."""
+    model = make_model(kv_cache="nvfp4")
+    model.checkpoint_activations(checkpointing)
+    lengths = [3, 1, BLOCK + 9, 2, 1, 40, 7]
+    tokens, _, labels, temperature = packed(*lengths)
+
+    def run(span: slice, lengths: list[int]):
+        with taps.record() as recorder:
+            out = model(tokens[span], lengths, labels[span], temperature[span])
+        return out.logprobs, recorder.tensors()
+
+    logprobs, points = run(slice(None), lengths)
+    assert len(points) > 30 and logprobs.dtype is torch.float32
+    start = 0
+    for n in lengths:
+        alone, own = run(slice(start, start + n), [n])
+        for point, value in own.items():
+            assert torch.equal(value, points[point][start : start + n]), point
+        assert torch.equal(alone, logprobs[start : start + n])
+        start += n
+    logprobs.sum().backward()
+    assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for _, p in model.adapter_parameters())
 
 
 def test_packed_sequences_do_not_see_each_other(make_model, packed):
