@@ -60,6 +60,8 @@ MEASURED = {
 }
 """Lines that leave a JSON file, and where in OUT."""
 CHECKED = {
+    "attend_table": None,
+    "prefill_table": None,
     "random_attention": None,
     "random_experts": None,
     "tests_w4a4": "results/tests_w4a4.xml",
@@ -75,7 +77,7 @@ CHECKED = {
 """Lines that are right or wrong: pytest's file, or the log alone. All of them go into one file, `CHECKS`."""
 CHECKS = "gpu_checks.json"
 PRETRAIN = "mini_m3_pretrain.json"
-TAIL = 12
+TAIL = 60
 """Lines of a log that are kept of a comparison."""
 
 
