@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cuda_prefill, triton_msa
+from . import cuda_module, cuda_prefill, triton_msa
 from .msa_ops import Batch, Packed, Pages
 
 TOGETHER = 64  # queries with one choice
@@ -39,7 +39,7 @@ def beside(
         call: arguments of `attend`: queries, cache, choices, batch, scale. timed: microseconds of calls.
     """
     q, cache, chosen, batch, scale = call
-    if reason := cuda_prefill.absence(q.device):
+    if reason := cuda_module.absence(q.device):
         yield head | {"name": f"{name}, CUDA", "error": reason}
         return
     for kind, blocks in (("", chosen), (", alike", alike)):

@@ -18,7 +18,7 @@
 //
 // Set from outside: UNIT, GROUPS, HEADS, LSE, ROUNDED, TILES (n-tiles of scores that are worked on at a time), MIXED (how codes become
 // bf16), QUARTERS, WIDE.
-// EMULATED is set where a C++ compiler for the host reads this, with `cuda_attend_ptx.cuh` made of plain operations.
+// SAMEBITS_HOST is defined where a C++ compiler for a CPU reads this, with `cuda_on_cpu.h` in the place of PTX.
 
 #define TOPK 16
 #define GROUP 4
@@ -37,32 +37,28 @@
 #define MAXIMA (BARRIERS + 16 * UNIT) // of the warps of a block, 16 heads each
 #define SHARED_BYTES (MAXIMA + (WIDE ? UNIT * WARPS * ROWS * 4 : 0))
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#ifdef EMULATED
+#ifdef SAMEBITS_HOST
 #include "cuda_on_cpu.h"
 #else
 #include "cuda_attend_ptx.cuh"
 #endif
 #include "cuda_attend_block.cuh"
 
+namespace samebits {
+
 struct Result {
     float top, sums;
     float4 values;
 };
 
-INLINE void add(Result& to, float top, float sums, const float4& values) {
+DEVICE void add_result(Result& to, float top, float sums, const float4& values) {
     const Shares s = shares_of(to.top, top);
     to.top = s.top;
     to.sums = joined(s, to.sums, sums);
     join(s, to.values, values);
 }
 
-INLINE Result nothing() {
+DEVICE Result nothing() {
     Result r;
     r.top = MINUS_INFINITY;
     r.sums = 0.0f;
@@ -71,15 +67,15 @@ INLINE Result nothing() {
 }
 
 // Adds the result of block `i` of the query, in whichever CTA it lies, to `to`; lanes have a piece each.
-INLINE void add_block(Result& to, char* shared, int i, int head, int lane) {
+DEVICE void add_block(Result& to, char* shared, int i, int head, int lane) {
     const char* result = values_of(shared, i % UNIT);
     const char* top = result + top_at(head);
     const char* sums = result + sum_at(head, lane % 8);
     const char* piece = result + piece_at(head, lane);
     if (CTAS == 1)
-        add(to, *(const float*)top, *(const float*)sums, *(const float4*)piece);
+        add_result(to, *(const float*)top, *(const float*)sums, *(const float4*)piece);
     else
-        add(to, remote_float(top, i / UNIT), remote_float(sums, i / UNIT), remote_float4(piece, i / UNIT));
+        add_result(to, remote_float(top, i / UNIT), remote_float(sums, i / UNIT), remote_float4(piece, i / UNIT));
 }
 
 KERNEL attend(
@@ -101,7 +97,7 @@ KERNEL attend(
     const i64 row = blockIdx.x / CTAS;
     if (warp == 0) {
         for (int i = lane; i < 2 * UNIT; i += 32) barrier_init(barriers + i);
-        copies_see();
+        barriers_made();
         warp_sync();
     }
     after_the_kernel_before();
@@ -109,7 +105,7 @@ KERNEL attend(
     const int block_of_lane = chosen[row * TOPK + lane % TOPK];
     const int limit_of_all = position[row / GROUPS] + 1;
     const i64 request_of_row = request[row / GROUPS];
-    const int places = ones(lanes_with(block_of_lane >= 0) & 0xFFFF);
+    const int places = bits_of(ballot(block_of_lane >= 0) & 0xFFFF);
     const int count = places - first < 0 ? 0 : places - first < UNIT ? places - first : UNIT; // of the CTA
     const int page = block_of_lane >= 0 ? table[request_of_row * table_stride + block_of_lane] : 0;
     const u8* head_pages = pages + row % GROUPS * 2 * PLANE;
@@ -129,30 +125,30 @@ KERNEL attend(
         uint4 x = make_uint4(0, 0, 0, 0);
         if (head < HEADS) x = *(const uint4*)(query + (row * HEADS + head) * DIM + t * 32 + w * 8);
         u32* to = (u32*)(shared + QUERY) + (w * 64 + head % 8 * 4 + t) * 4 + head / 8;
-        to[0] = prmt(x.x, x.z, 0x5410);
-        to[2] = prmt(x.x, x.z, 0x7632);
-        to[128] = prmt(x.y, x.w, 0x5410);
-        to[130] = prmt(x.y, x.w, 0x7632);
+        to[0] = permute(x.x, x.z, 0x5410);
+        to[2] = permute(x.x, x.z, 0x7632);
+        to[128] = permute(x.y, x.w, 0x5410);
+        to[130] = permute(x.y, x.w, 0x7632);
     }
     block_sync();
 
     if (WIDE) {
-        const int i = warp / 4, block = of_lane(block_of_lane, first + i);
+        const int i = warp / 4, block = shuffle(block_of_lane, first + i);
         if (i < count) block_of_four(shared, barriers, i, warp % 4, lane, limit_of_all - block * PAGE, factor);
     } else if (warp < count) {
-        const int block = of_lane(block_of_lane, first + warp), limit = limit_of_all - block * PAGE;
+        const int block = shuffle(block_of_lane, first + warp), limit = limit_of_all - block * PAGE;
         if (UNIT > SLOTS && warp >= SLOTS) {
-            const u8* keys = head_pages + of_lane(page, warp) * page_stride;
-            const u8* before = head_pages + of_lane(page, warp - GROUP) * page_stride;
+            const u8* keys = head_pages + shuffle(page, warp) * page_stride;
+            const u8* before = head_pages + shuffle(page, warp - GROUP) * page_stride;
             named_sync(1 + warp - SLOTS, 64);
             if (lane == 0) {
-                copies_see();
+                barriers_made();
                 copy_plane(keys_of(shared, warp), keys, barriers + warp);
                 copy_plane(values_of(shared, warp - GROUP), before + PLANE, barriers + UNIT + warp - GROUP);
             }
             named_sync(5 + warp - SLOTS, 64);
             if (lane == 0) {
-                copies_see();
+                barriers_made();
                 copy_plane(values_of(shared, warp), keys + PLANE, barriers + UNIT + warp);
             }
             warp_sync();
@@ -201,20 +197,22 @@ KERNEL attend(
             else {
                 Result part = nothing();
                 for (int i = group; i < (group + GROUP < places ? group + GROUP : places); i++) add_block(part, shared, i, head, lane);
-                add(all, part.top, part.sums, part.values);
+                add_result(all, part.top, part.sums, part.values);
             }
         float total = all.sums; // of neighbours first
-        total = sum(total, exchanged(total, 1));
-        total = sum(total, exchanged(total, 2));
-        total = sum(total, exchanged(total, 4));
-        const float divisor = total > 0.0f ? total : 1.0f, inverse = quotient(1.0f, divisor);
-        uint2 packed; // + 0.0 makes 0.0 of -0.0
-        packed.x = bf16x2(sum(product(all.values.x, inverse), 0.0f), sum(product(all.values.y, inverse), 0.0f));
-        packed.y = bf16x2(sum(product(all.values.z, inverse), 0.0f), sum(product(all.values.w, inverse), 0.0f));
+        total = add(total, shuffle_xor(total, 1));
+        total = add(total, shuffle_xor(total, 2));
+        total = add(total, shuffle_xor(total, 4));
+        const float inverse = inverse_of(total);
+        uint2 packed;
+        packed.x = finished(all.values.x, all.values.y, inverse);
+        packed.y = finished(all.values.z, all.values.w, inverse);
         if (head < HEADS) {
             *(uint2*)(out + (row * HEADS + head) * DIM + lane * 4) = packed;
-            if (LSE && lane == 0) lse[row * HEADS + head] = total > 0.0f ? sum(all.top, log2_of(divisor)) : MINUS_INFINITY;
+            if (LSE && lane == 0) lse[row * HEADS + head] = log_of_sum(all.top, total);
         }
     }
     if (CTAS > 1) cluster_sync(); // others may still read
 }
+
+}  // namespace samebits

@@ -3,27 +3,23 @@
 It has the bits of `triton_msa.attend`, which takes two launches where queries are few, and every other format, GPU and size. There are
 variants, of equal bits: how many blocks, each of a warp of its own, a CTA takes (`unit`; the CTAs of a query are a cluster), how many tiles
 of scores a warp works on at a time, and how codes become bf16. `python -m tests.support.cuda_attend_table` compares and times them.
-
-NVRTC and the driver are reached through `cuda.bindings`, which torch's CUDA builds bring along.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import cuda_module
+from .cuda_module import Launch
 from .msa_ops import BLOCK, DIM, HEADS_A_GROUP, Batch, Pages
 
-SOURCE = Path(__file__).with_name("cuda_attend.cu")
-PARTS = [SOURCE.with_name(name) for name in ("cuda_attend_ptx.cuh", "cuda_attend_block.cuh")]
+SOURCE, NAME = "cuda_attend.cu", "attend"
 TOPK = 16
 PLANE = 9216  # bytes of a block's keys, or values, of one head
 UNITS = (2, 4, 16)
@@ -32,7 +28,6 @@ FEW_TOKENS = 8  # of a request: more are prefill, whose queries share blocks, an
 # A CTA takes 2 blocks where that makes no more CTAs than multiprocessors, 4 where it makes no more than this many for each, which then all
 # are resident, else all 16; a block has four warps where there is no more than one CTA for each.
 RESIDENT = 2
-SOURCE_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false")
 
 
 class Variant(NamedTuple):
@@ -78,9 +73,10 @@ class Constants(NamedTuple):
         """Bytes of shared memory of a CTA: blocks, queries, two barriers a block, and maxima of the warps of a block."""
         return 2 * PLANE * min(self.unit, 12) + 2 * HEADS_A_GROUP * DIM + (16 + 16 * HEADS_A_GROUP * self.wide) * self.unit
 
-    def definitions(self) -> list[str]:
+    @property
+    def defines(self) -> cuda_module.Defines:
         """For a compiler."""
-        return [f"-D{name.upper()}={int(value)}" for name, value in self._asdict().items()]
+        return tuple((name.upper(), int(value)) for name, value in self._asdict().items())
 
 
 def takes(q: Tensor, cache: object, chosen: Tensor, batch: Batch) -> bool:
@@ -88,19 +84,12 @@ def takes(q: Tensor, cache: object, chosen: Tensor, batch: Batch) -> bool:
     return (
         isinstance(cache, Pages)
         and cache.data.dtype is torch.uint8
-        and q.is_cuda
         and q.dtype is torch.bfloat16
         and chosen.shape[2] == TOPK
         and batch.most <= FEW_TOKENS
         and cache.data.data_ptr() % 16 == cache.data.stride(0) % 16 == 0
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and _bindings_found()
+        and cuda_module.absence(q.device) is None
     )
-
-
-@functools.cache
-def _bindings_found() -> bool:
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def attend(
@@ -133,13 +122,13 @@ def attend(
     rows = tokens * groups
     constants = _constants(variant, rows, groups, heads // groups, lse, rounded, q.device)
     q, chosen, request, position = (x.contiguous() for x in (q, chosen, batch.request, batch.position))
-    arguments = [
-        *(ctypes.c_void_p(x.data_ptr()) for x in (q, cache.data, cache.table, request, position, chosen, out)),
-        ctypes.c_void_p(0 if sums is None else sums.data_ptr()),
-        ctypes.c_int64(cache.data.stride(0)),
-        ctypes.c_int64(cache.table.stride(0)),
-        ctypes.c_float(scale * math.log2(math.e) * 128.0),
-    ]
+    pointer = ctypes.c_void_p
+    arguments = (
+        *((x, pointer) for x in (q, cache.data, cache.table, request, position, chosen, out, sums)),
+        (cache.data.stride(0), ctypes.c_int64),
+        (cache.table.stride(0), ctypes.c_int64),
+        (scale * math.log2(math.e) * 128.0, ctypes.c_float),
+    )
     launch(constants, rows * constants.ctas, arguments, q.device)
     return out, sums
 
@@ -184,69 +173,8 @@ def _constants(variant: Variant, rows: int, groups: int, heads: int, lse: bool, 
     return Constants(unit, groups, heads, lse, rounded, variant.tiles, variant.mixed, variant.quarters, bool(wide))
 
 
-def launch(constants: Constants, blocks: int, arguments: list[Any], device: torch.device) -> None:
-    """Launch on torch's current stream. `arguments`: ctypes numbers, in the order of the kernel's parameters."""
-    from cuda.bindings import driver
-
+def launch(constants: Constants, blocks: int, arguments: Sequence[tuple[Any, Any]], device: torch.device) -> None:
+    """Launch `blocks` CTAs on torch's current stream. `arguments`: as `cuda_module.launch` takes them, in the order of the parameters."""
+    how = Launch(blocks, constants.threads, constants.shared, constants.ctas, early=True)
     with torch.cuda.device(device):
-        function = _function(constants, torch.cuda.current_device())
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = constants.threads, 1, 1
-        config.sharedMemBytes = constants.shared
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
-        attributes = [early]
-        if constants.ctas > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = constants.ctas, 1, 1
-            attributes.append(cluster)
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
-        _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))
-
-
-@functools.cache
-def _function(constants: Constants, device: int) -> Any:
-    """The kernel, loaded on a device, which is current."""
-    from cuda.bindings import driver
-
-    module = _checked(driver.cuModuleLoadData(compiled(constants)))
-    function = _checked(driver.cuModuleGetFunction(module, b"attend"))
-    shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, shared, constants.shared))
-    return function
-
-
-@functools.cache
-def compiled(constants: Constants) -> bytes:
-    """Machine code of the kernel. Raises `RuntimeError` with the compiler's words."""
-    from cuda.bindings import nvrtc
-
-    texts, names = [part.read_bytes() for part in PARTS], [part.name.encode() for part in PARTS]
-    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), len(PARTS), texts, names))
-    options = [option.encode() for option in (*SOURCE_OPTIONS, *constants.definitions())]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(error):
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace").strip("\0\n ")
-        raise RuntimeError(f"{SOURCE.name} does not compile ({error.name}): {log}")
-    return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-
-
-def _text(size: Callable[[Any], Any], read: Callable[[Any, bytes], Any], program: Any) -> bytes:
-    """What NVRTC writes into a buffer of the size that it asks for."""
-    buffer = bytes(bytearray(_checked(size(program))))  # never an interned object: it is written to
-    _checked(read(program, buffer))
-    return buffer
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call returned beside its status. Raises `RuntimeError` when that is not success."""
-    status, *rest = result
-    if int(status):
-        raise RuntimeError(f"attention in one launch: {type(status).__name__} {status.name}")
-    return rest[0] if rest else None
+        cuda_module.launch(SOURCE, NAME, constants.defines, how, arguments)

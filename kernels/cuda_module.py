@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,18 @@ class Launch(NamedTuple):
     early: bool = False  # while the kernel before it ends (programmatic dependent launch); the kernel must wait by itself
 
 
+def absence(device: torch.device) -> str | None:
+    """Why kernels for Hopper cannot run on a device, in one line; None where they can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a Hopper GPU"
+    return None if _bindings_found() else "needs cuda.bindings"
+
+
+@functools.cache
+def _bindings_found() -> bool:
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
 @functools.cache
 def compiled(source: str, defines: Defines, arch: str = "sm_90a") -> bytes:
     """Machine code of a `.cu` file. No product of it is contracted with a sum.
@@ -44,17 +57,13 @@ def compiled(source: str, defines: Defines, arch: str = "sm_90a") -> bytes:
     headers = sorted(FOLDER.glob("*.cuh"))
     options = [f"--gpu-architecture={arch}".encode(), b"--fmad=false", b"--std=c++17", *(f"-D{k}={v}".encode() for k, v in defines)]
     contents, names = [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
-    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), contents, names))
+    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), contents, names))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
-            _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
-            words = log.decode(errors="replace").strip("\0 \n")
+            words = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace").strip("\0 \n")
             raise RuntimeError(f"{source} with {dict(defines)} does not compile for {arch}:\n{words}")
-        code = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code))
-        return code
+        return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -119,9 +128,14 @@ def launch(source: str, name: str, defines: Defines, how: Launch, arguments: Seq
     listed = (_Attribute * max(1, len(attributes)))(*attributes)
     stream = torch.cuda.current_stream().cuda_stream
     config = _Config((how.grid, 1, 1), (how.threads, 1, 1), how.shared, stream, listed, len(attributes))
-    held = [value if kind is None else kind(_address(value) if kind is ctypes.c_void_p else value) for value, kind in arguments]
+    held = as_ctypes(arguments)
     parameters = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
     _call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
+
+
+def as_ctypes(arguments: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The arguments of `launch` as instances of ctypes."""
+    return [value if kind is None else kind(_address(value) if kind is ctypes.c_void_p else value) for value, kind in arguments]
 
 
 class TensorMap(ctypes.Structure):
@@ -161,9 +175,16 @@ def _address(value: Tensor | int | None) -> int:
     return 0 if value is None else value.data_ptr() if isinstance(value, Tensor) else value
 
 
-def _checked(api: Any, answer: tuple) -> Any:
+def _text(size: Callable[[Any], tuple], read: Callable[[Any, bytes], tuple], program: Any) -> bytes:
+    """What NVRTC writes into a buffer of the size that it asks for."""
+    buffer = bytes(bytearray(_checked(size(program))))  # never an interned object: it is written to
+    _checked(read(program, buffer))
+    return buffer
+
+
+def _checked(answer: tuple) -> Any:
     """What a call of `cuda.bindings` gives, without its status."""
     status, *rest = answer
     if int(status):
         raise RuntimeError(f"{type(status).__name__} {getattr(status, 'name', status)}")
-    return rest[0] if len(rest) == 1 else tuple(rest) if rest else None
+    return rest[0] if rest else None

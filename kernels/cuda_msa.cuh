@@ -1,22 +1,20 @@
-// Arithmetic of MSA attention, operation for operation that of the Triton kernels (`triton_msa_tiles`, `triton_msa_attend`).
+// Arithmetic of MSA attention, operation for operation that of the Triton kernels (`triton_msa_tiles`, `triton_msa_attend`), in decode and
+// in prefill.
 //
 // ROUNDED, a define: NVFP4 is read as E4M3.
+// SAMEBITS_HOST is defined where a C++ compiler for a CPU reads this, after plain operations with the names of `cuda_sm90.cuh`.
 #pragma once
-#ifdef SAMEBITS_HOST
-#include "cuda_shim.h"
-#else
+#ifndef SAMEBITS_HOST
 #include "cuda_sm90.cuh"
 #endif
 
-#define BF16 0
-#define FP8 1
-#define NVFP4 2
-
 namespace samebits {
 
-DEVICE float finite(float x) { return x == as_float(0xFF800000u) ? 0.0f : x; }
+#define MINUS_INFINITY as_float(0xFF800000u)
 
-// log2 of a normal number or of what is smaller, as libdevice computes it for Triton.
+DEVICE float finite(float x) { return x == MINUS_INFINITY ? 0.0f : x; }
+
+// log2 of a positive number, as libdevice computes it for Triton, where subnormal results would be flushed: there are none.
 DEVICE float log2_of(float x) {
     bool small = x < as_float(0x00800000u);
     if (small) x = mul(x, 8388608.0f);
@@ -38,86 +36,75 @@ DEVICE float log2_of(float x) {
     return result;
 }
 
-// A word of eight E2M1 codes as pairs (code i, code i + 4), times `scale` in both halves: see `triton_msa_tiles`.
-DEVICE void decode_e2m1(u32 (&y)[4], u32 x, u32 scale) {
-    u32 high = x >> 8;
-    y[0] = mul_bf16x2(((x & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
-    y[1] = mul_bf16x2(((x & 0x00F000F0u) * 0x104u) & 0x81C081C0u, scale);
-    y[2] = mul_bf16x2(((high & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, scale);
-    y[3] = mul_bf16x2(((high & 0x00F000F0u) * 0x104u) & 0x81C081C0u, scale);
-}
+// Bits 4 to 11 of E4M3 scales in both halves to bf16 values times 2^119.
+DEVICE u32 scale_values(u32 bits) { return mul_bf16x2(mul_bf16x2(bits, 0x7B807B80u), 0x7B007B00u); }
 
-// An E4M3 byte in both halves, times 2^119. ROUNDED: NaN counts as 0.
-DEVICE u32 scale_of(u32 byte) {
-    byte &= 0x7F;
-    if (ROUNDED && byte == 0x7F) byte = 0;
-    return mul_bf16x2(mul_bf16x2(byte << 4 | byte << 20, 0x7B807B80u), 0x7B007B00u);
-}
+// E4M3 bytes, the high ones of halves, times 2^-120.
+DEVICE u32 e4m3_values(u32 x) { return ((x >> 4) & 0x07F007F0u) | (x & 0x80008000u); }
 
 // bf16 values * 2^-7 rounded to E4M3, as values * 2^-7 again.
 DEVICE u32 round_e4m3(u32 x) {
-    u32 e = e4m3x2(mul(as_float(x & 0xFFFF0000u), 128.0f), mul(as_float(x << 16), 128.0f));
-    e = permute(e, e, 0x1100);
-    return mul_bf16x2(((e >> 4) & 0x07F007F0u) | (e & 0x80008000u), 0x78007800u);
+    float high = mul(as_float(x & 0xFFFF0000u), 128.0f), low = mul(as_float(x << 16), 128.0f);
+    u32 e = e4m3x2(low, high);
+    return mul_bf16x2(e4m3_values(permute(e, e, 0x1100)), 0x78007800u);
 }
 
-// Eight E4M3 bytes of two words as pairs (byte i of one, byte i of the other).
-DEVICE void decode_e4m3(u32 (&y)[4], u32 a, u32 b) {
+// A word of eight E2M1 codes as pairs (code i, code i + 4) * 2^-7, under the scales of both halves: see `triton_msa_tiles`.
+// mixed: by fewer logic instructions and more multiplications.
+template <bool mixed>
+DEVICE void decode_e2m1(u32 (&y)[4], u32 x, u32 scales) {
+    const u32 places = 0x81C081C0u;
+    if (mixed) {
+        u32 low = x >> 6, signs = x & 0x80808080u;
+        y[0] = times(x & 0x000F000Fu, 0x1040) & places;
+        y[1] = either(times(x, 4), times(signs, 256), 0x01C001C0u);
+        y[2] = times(low & 0x003C003Cu, 0x410) & places;
+        y[3] = either(low, signs, 0x01C001C0u);
+    } else {
+        u32 high = x >> 8;
+        y[0] = times(x & 0x000F000Fu, 0x1040) & places;
+        y[1] = times(x & 0x00F000F0u, 0x104) & places;
+        y[2] = times(high & 0x000F000Fu, 0x1040) & places;
+        y[3] = times(high & 0x00F000F0u, 0x104) & places;
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 c = permute(a, b, 0x4400 + 0x1111 * i);
-        y[i] = mul_bf16x2(((c >> 4) & 0x07F007F0u) | (c & 0x80008000u), 0x7B807B80u);
+        y[i] = mul_bf16x2(y[i], scales);
+        if (ROUNDED) y[i] = round_e4m3(y[i]);
     }
 }
 
-// Results of a set of keys, for the two rows (heads) of a lane. Values are apart: they fill the registers.
-struct State {
-    float top[2];
-    float sums[2][2];  // row; which 8 of 16 keys
+// Weight of a key. `origin`: less the largest score of the set, times `factor`.
+DEVICE float weight(float score, float factor, float origin) { return exp2_approx(fused(score, factor, origin)); }
+
+// Weights of NVFP4's values, which lack 2^7.
+DEVICE u32 times_128(u32 weights) { return mul_bf16x2(weights, 0x43004300u); }
+
+// Sums of weights are trees: of the eight steps of 16 keys of a block, or of a block's quarters.
+DEVICE float sum_of_four(float a, float b, float c, float d) { return add(add(a, b), add(c, d)); }
+
+struct Shares {
+    float top, own, other;
 };
 
-DEVICE void clear(State& x) {
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-        x.top[row] = as_float(0xFF800000u);
-        x.sums[row][0] = x.sums[row][1] = 0.0f;
-    }
+// Two sets of keys as one: the new maximum, and what the sums and values of both are multiplied by.
+DEVICE Shares shares_of(float top, float other_top) {
+    Shares s;
+    s.top = larger(top, other_top);
+    s.own = exp2_approx(sub(top, finite(s.top)));
+    s.other = exp2_approx(sub(other_top, finite(s.top)));
+    return s;
 }
 
-// A lane's state in shared memory, where it does not take registers: words 128 bytes apart.
-DEVICE State load_state(u32 at) {
-    State x;
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-        x.top[row] = as_float(load_word(at + row * 128));
-        x.sums[row][0] = as_float(load_word(at + (2 + 2 * row) * 128));
-        x.sums[row][1] = as_float(load_word(at + (3 + 2 * row) * 128));
-    }
-    return x;
-}
+DEVICE float joined(const Shares& s, float own, float other) { return add(mul(own, s.own), mul(other, s.other)); }
 
-DEVICE void store_state(u32 at, const State& x) {
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-        store_word(at + row * 128, as_bits(x.top[row]));
-        store_word(at + (2 + 2 * row) * 128, as_bits(x.sums[row][0]));
-        store_word(at + (3 + 2 * row) * 128, as_bits(x.sums[row][1]));
-    }
-}
+// What values are multiplied by in the end. `total`: of a row's weights.
+DEVICE float inverse_of(float total) { return one_over(total > 0.0f ? total : 1.0f); }
 
-// `_join` of all but the values: their factors come back.
-DEVICE void join(State& x, const State& other, float (&share)[2], float (&other_share)[2]) {
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-        float top = larger(x.top[row], other.top[row]);
-        share[row] = exp2_approx(sub(x.top[row], finite(top)));
-        other_share[row] = exp2_approx(sub(other.top[row], finite(top)));
-        x.top[row] = top;
-#pragma unroll
-        for (int i = 0; i < 2; i++) x.sums[row][i] = add(mul(x.sums[row][i], share[row]), mul(other.sums[row][i], other_share[row]));
-    }
-}
+// Two results in bf16. + 0.0 makes 0.0 of -0.0.
+DEVICE u32 finished(float x, float y, float inverse) { return pack_bf16(add(mul(x, inverse), 0.0f), add(mul(y, inverse), 0.0f)); }
 
-DEVICE float joined(float x, float share, float other, float other_share) { return add(mul(x, share), mul(other, other_share)); }
+// log2 of the softmax's sum, of scores in powers of two.
+DEVICE float log_of_sum(float top, float total) { return total > 0.0f ? add(top, log2_of(total)) : MINUS_INFINITY; }
 
 }  // namespace samebits

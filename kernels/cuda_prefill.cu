@@ -18,123 +18,55 @@
 // Barriers. `full` has one mbarrier a tile of the walk, used once, so that a warp may pass over what it does not take part in.
 // `empty` has one a stage; who fills it arrives for all warps that take no part.
 
-#include "cuda_walk.cuh"
+#include "cuda_prefill_fill.cuh"
 
 namespace samebits {
 
-// ------------------------------------------------------------------------------------------------------------------ filling
-
-// bf16. Boxes of a block of threads are shared out over warps and their lanes: a warp asks for one after the other.
-constexpr int ASKING = CLUSTER > 1 ? 2 : FILLERS, VALUE_BOXES = 32 / CLUSTER, KEY_BOXES = CLUSTER > 1 ? 2 : 4;
-
-DEVICE void fill_rows(u8* memory, const TensorMap* keys, const TensorMap* values, int count, int head, int rank, int filler, int lane) {
-    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
-    const u32* mask = (const u32*)(memory + AT_MASK);
-    const int* where = (const int*)(memory + AT_WHERE);
-    int box = filler + ASKING * lane, half = box & 1, other = box >> 1;  // dimensions; keys
-    for (int fill = 0; fill < 2 * count; fill++) {
-        int p = fill >> 1, row = PAGED ? 0 : where[p], page = PAGED ? where[p] : 0;
-        u32 at = stages + fill % STAGES * STAGE + half * REGION, barrier = full + 8 * fill;
-        bool one = filler == 0 && lane == 0;
-        take_stage(empty, fill, mask[p], one);
-        if (one) barrier_expect(barrier, TILE_BYTES);
-        if (fill & 1) {
-            int eight = rank * (16 / CLUSTER) + other;
-            if (box < VALUE_BOXES)
-                load_box(at + (eight & 1) * EVERY_OTHER + (eight >> 1) * 1024, values, 64 * half, row + 8 * eight, head, page, barrier);
-        } else {
-            int part = CLUSTER > 1 ? rank : other;
-            if (box < KEY_BOXES) load_box(at + part * KEY_ROWS * 128, keys, 64 * half, row + part * KEY_ROWS, head, page, barrier);
-        }
-    }
-}
-
-// In the place of a block of threads none of whose tokens chose a block: what was sent to it has come before another tile may.
-DEVICE void watch(u8* memory, int count, int rank, int lane) {
-    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
-    const u32* mask = (const u32*)(memory + AT_MASK);
-    for (int fill = 0; fill < 2 * count; fill++) {
-        if (of_rank(mask[fill >> 1], rank)) continue;
-        barrier_wait(full + 8 * fill, 0);
-        release(empty, fill, lane);
-    }
-}
-
-// Places of 8 dimensions (chunk w of lane t's 32) of a key in a tile of K, and of V.
-DEVICE u32 key_chunk(int key, int t, int w) { return (t >> 1) * REGION + key * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (t >> 1)) & 7)) << 4); }
-DEVICE u32 value_chunk(int key, int t, int w) {
-    int half = t >> 1, other = (key >> 3) & 1;
-    return half * REGION + other * EVERY_OTHER + ((key >> 4) * 8 + (key & 7)) * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (half + other)) & 7)) << 4);
-}
-
-// Bits of a tile that a lane decodes: 32 dimensions of 4 keys.
-struct Raw {
-    static constexpr int TASKS = 4, WORDS = FORMAT == NVFP4 ? 4 : 8;
-    u32 words[TASKS][WORDS], scales[TASKS];
+// Results of a set of keys, for the two rows (heads) of a lane. Values are apart: they fill the registers.
+struct State {
+    float top[2];
+    float sums[2][2];  // row; which 8 of 16 keys
 };
 
-// Those of one key. `tile`: the block's keys or values in its page.
-DEVICE void load_raw(Raw& raw, int i, const u8* tile, bool value, int key, int t) {
-    if (FORMAT == NVFP4) {
-        load_global(raw.words[i], tile + key * 64 + t * 16);
-        const u8* of = tile + CODES + (value ? (key >> 2) * 32 + (key & 3) + 8 * t : 8 * key + 2 * t);
-        raw.scales[i] = value ? load_global_u8(of) | load_global_u8(of + 4) << 8 : load_global_u16(of);
-    } else {
-        load_global(raw.words[i], tile + key * 256 + t * 32);
-        load_global(raw.words[i] + (Raw::WORDS - 4), tile + key * 256 + t * 32 + 16);
+DEVICE void clear(State& x) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        x.top[row] = MINUS_INFINITY;
+        x.sums[row][0] = x.sums[row][1] = 0.0f;
     }
 }
 
-// NVFP4 and E4M3, by all fillers: a warp decodes 32 keys of a tile, a lane 32 dimensions of a key at a time. As soon as a key is decoded,
-// the bits of the next tile's are asked for, in its registers.
-DEVICE void fill_decoded(u8* memory, const u8* pages, u64 page_stride, int count, int head, int filler, int lane) {
-    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
-    const u32* mask = (const u32*)(memory + AT_MASK);
-    const int* where = (const int*)(memory + AT_WHERE);
-    int t = lane & 3, first = 32 * filler + (lane >> 2);
-    u32 of_head = FORMAT == NVFP4 ? 2 * head * SLOT : head * 32768, of_values = FORMAT == NVFP4 ? SLOT : 128;
-    Raw raw;
-    if (count) {
+// A lane's state in shared memory, where it does not take registers: words 128 bytes apart.
+DEVICE State load_state(u32 at) {
+    State x;
 #pragma unroll
-        for (int i = 0; i < Raw::TASKS; i++) load_raw(raw, i, pages + where[0] * page_stride + of_head, false, first + 8 * i, t);
+    for (int row = 0; row < 2; row++) {
+        x.top[row] = as_float(load_word(at + row * 128));
+        x.sums[row][0] = as_float(load_word(at + (2 + 2 * row) * 128));
+        x.sums[row][1] = as_float(load_word(at + (3 + 2 * row) * 128));
     }
-    for (int fill = 0; fill < 2 * count; fill++) {
-        bool value = fill & 1;
-        int ahead = fill + 1 < 2 * count ? (fill + 1) >> 1 : 0;  // after the last, anything: without a branch, loads go where they hide
-        const u8* next = pages + where[ahead] * page_stride + of_head + (value ? 0 : of_values);
-        take_stage(empty, fill, mask[fill >> 1], filler == 0 && lane == 0);
-        u32 at = stages + fill % STAGES * STAGE;
+    return x;
+}
+
+DEVICE void store_state(u32 at, const State& x) {
 #pragma unroll
-        for (int i = 0; i < Raw::TASKS; i++) {
-            int key = first + 8 * i;
-            u32 to = at + (value ? value_chunk(key, t, 0) : key_chunk(key, t, 0));
-            u32 scales[2] = {0, 0};
-            if (FORMAT == NVFP4) {
-                scales[0] = scale_of(raw.scales[i]);
-                scales[1] = scale_of(raw.scales[i] >> 8);
-            }
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                u32 y[4];
-                if (FORMAT == NVFP4) {
-                    decode_e2m1(y, raw.words[i][w], scales[w >> 1]);
-                    if (ROUNDED) {
-#pragma unroll
-                        for (int n = 0; n < 4; n++) y[n] = round_e4m3(y[n]);
-                    }
-                } else {
-                    decode_e4m3(y, raw.words[i][2 * w % Raw::WORDS], raw.words[i][(2 * w + 1) % Raw::WORDS]);
-                }
-                store_shared(to ^ (w << 4), y);
-            }
-            load_raw(raw, i, next, !value, key, t);
-        }
-        warp_sync();
-        if (lane == 0) barrier_arrive(full + 8 * fill, 1);
+    for (int row = 0; row < 2; row++) {
+        store_word(at + row * 128, as_bits(x.top[row]));
+        store_word(at + (2 + 2 * row) * 128, as_bits(x.sums[row][0]));
+        store_word(at + (3 + 2 * row) * 128, as_bits(x.sums[row][1]));
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------ attending
+// `_join` of all but the values: what these are multiplied by comes back.
+DEVICE void join(State& x, const State& other, Shares (&shares)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        shares[row] = shares_of(x.top[row], other.top[row]);
+        x.top[row] = shares[row].top;
+#pragma unroll
+        for (int i = 0; i < 2; i++) x.sums[row][i] = joined(shares[row], x.sums[row][i], other.sums[row][i]);
+    }
+}
 
 // Scores of a block, s[n][..]: n-tile n has keys 16 (n / 2) + 4 t + 2 (n % 2) + {0, 1} in columns of lane t; [0..1] row g, [2..3] row g + 8.
 DEVICE void score(float (&s)[16][4], u32 tile, u32 query, int lane) {
@@ -170,7 +102,7 @@ DEVICE void weigh(u32 (&weights)[16][2], State& block, float (&s)[16][4], float 
         for (int n = 0; n < 16; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (16 * (n >> 1) + 2 * (n & 1) + (i & 1) >= left) s[n][i] = as_float(0xFF800000u);
+                if (16 * (n >> 1) + 2 * (n & 1) + (i & 1) >= left) s[n][i] = MINUS_INFINITY;
     }
     float origin[2];
 #pragma unroll
@@ -191,13 +123,13 @@ DEVICE void weigh(u32 (&weights)[16][2], State& block, float (&s)[16][4], float 
 #pragma unroll
             for (int step = 0; step < 8; step++) {
                 int n = 2 * step + half;
-                float a = exp2_approx(fused(s[n][2 * row], factor, origin[row]));
-                float b = exp2_approx(fused(s[n][2 * row + 1], factor, origin[row]));
+                float a = weight(s[n][2 * row], factor, origin[row]);
+                float b = weight(s[n][2 * row + 1], factor, origin[row]);
                 pair[step] = add(a, b);
                 weights[n][row] = pack_bf16(a, b);
-                if (FORMAT == NVFP4) weights[n][row] = mul_bf16x2(weights[n][row], 0x43004300u);  // times 2^7: `value_weights`
+                if (FORMAT == NVFP4) weights[n][row] = times_128(weights[n][row]);
             }
-            block.sums[row][half] = add(add(add(pair[0], pair[1]), add(pair[2], pair[3])), add(add(pair[4], pair[5]), add(pair[6], pair[7])));
+            block.sums[row][half] = add(sum_of_four(pair[0], pair[1], pair[2], pair[3]), sum_of_four(pair[4], pair[5], pair[6], pair[7]));
         }
 }
 
@@ -252,14 +184,13 @@ DEVICE void finish(const Output& output, const State& x, const float (&values)[1
             half[i] = add(half[i], shuffle_xor(half[i], 2));
         }
         float total = add(half[0], half[1]);
-        bool some = total > 0.0f;
-        float inverse = one_over(some ? total : 1.0f);
+        float inverse = inverse_of(total);
         int head = g + 8 * r;
         if (head >= HEADS) continue;
         u16* out = output.out + (row * HEADS + head) * 128;
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-            u32 two = pack_bf16(add(mul(values[n][2 * r], inverse), 0.0f), add(mul(values[n][2 * r + 1], inverse), 0.0f));
+            u32 two = finished(values[n][2 * r], values[n][2 * r + 1], inverse);
             if (FORMAT == BF16) {
                 *(u32*)(out + 8 * n + 2 * t) = two;
             } else {  // pairs (i, i + 4), as decoded
@@ -267,15 +198,15 @@ DEVICE void finish(const Output& output, const State& x, const float (&values)[1
                 out[8 * n + t + 4] = (u16)(two >> 16);
             }
         }
-        if (LSE && t == 0) output.lse[row * HEADS + head] = some ? add(x.top[r], log2_of(total)) : as_float(0xFF800000u);
+        if (LSE && t == 0) output.lse[row * HEADS + head] = log_of_sum(x.top[r], total);
     }
 }
 
 // The results of a group of blocks into those of all groups before it; `first`: there is none before.
 DEVICE void join_group(u32 state, float (&all_values)[16][4], State& group, float (&values)[16][4], float* kept, bool first) {
-    float share[2], other_share[2];
+    Shares shares[2];
     State all = load_state(state);
-    join(all, group, share, other_share);
+    join(all, group, shares);
     store_state(state, all);
 #pragma unroll
     for (int n = 0; n < 16; n++) {
@@ -286,7 +217,7 @@ DEVICE void join_group(u32 state, float (&all_values)[16][4], State& group, floa
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float x = PER_WARP > 1 ? before[i] : all_values[n][i];
-            x = joined(x, share[i >> 1], values[n][i], other_share[i >> 1]);
+            x = joined(shares[i >> 1], x, values[n][i]);
             if (PER_WARP > 1)
                 before[i] = x;
             else
@@ -348,7 +279,7 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
         u32 mine = base + lane < count ? (mask[base + lane] >> own) & ((1u << PER_WARP) - 1) : 0;
         for (u32 some = ballot(mine != 0); some; some &= some - 1) {
             int p = base + first_bit(some), key_stage = 2 * p % STAGES, value_stage = (2 * p + 1) % STAGES;
-            u32 who = shuffle_u32(mine, p - base);
+            u32 who = shuffle(mine, p - base);
             u32 keys = stages + key_stage * STAGE, value_tile = stages + value_stage * STAGE;
             barrier_wait(full + 16 * p, 0);
 #pragma unroll 1
@@ -363,11 +294,11 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
                     if (!(who >> i >> 1)) release(empty, 2 * p, lane);
                     weigh(weights, found, s, factor, limit, lane);
                 }
-                float share[2], other_share[2];
+                Shares shares[2];
                 if (PER_WARP > 1 && i)
-                    join(group[PER_WARP - 1], found, share, other_share);
+                    join(group[PER_WARP - 1], found, shares);
                 else
-                    join(group[0], found, share, other_share);
+                    join(group[0], found, shares);
                 barrier_wait(full + 16 * p + 8, 0);
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -380,13 +311,13 @@ DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u
 #pragma unroll
                         for (int n = 0; n < 32; n++) {
                             float& x = values[PER_WARP - 1][8 * half + n / 4][n % 4];
-                            x = joined(x, share[n % 4 >> 1], y[n / 4][n % 4], other_share[n % 4 >> 1]);
+                            x = joined(shares[n % 4 >> 1], x, y[n / 4][n % 4]);
                         }
                     } else {
 #pragma unroll
                         for (int n = 0; n < 32; n++) {
                             float& x = values[0][8 * half + n / 4][n % 4];
-                            x = joined(x, share[n % 4 >> 1], y[n / 4][n % 4], other_share[n % 4 >> 1]);
+                            x = joined(shares[n % 4 >> 1], x, y[n / 4][n % 4]);
                         }
                     }
                 }

@@ -6,7 +6,6 @@ There a program reads the blocks of one query; here neighbouring queries of one 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -47,13 +46,6 @@ class Plan(NamedTuple):
     arguments: tuple[tuple[Any, Any], ...]  # all but the maps
     out: Tensor
     lse: Tensor | None
-
-
-def absence(device: torch.device) -> str | None:
-    """Why this kernel cannot run on a device, in one line; None where it can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return "needs a Hopper GPU"
-    return None if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings") else "needs cuda.bindings"
 
 
 def takes(q: Tensor, cache: Pages | Packed, chosen: Tensor) -> bool:

@@ -1,6 +1,15 @@
 // The blocks that a tile of queries chose, and the ring of shared memory that they go through: see `cuda_prefill.cu`.
 #pragma once
+#ifdef SAMEBITS_HOST
+#include "cuda_shim.h"
+#else
+#include "cuda_prefill_ptx.cuh"
+#endif
 #include "cuda_msa.cuh"
+
+#define BF16 0
+#define FP8 1
+#define NVFP4 2
 
 namespace samebits {
 

@@ -22,6 +22,7 @@ from samebits.kernels import (
     bench_record,
     bench_rows,
     bench_vllm,
+    cuda_module,
     cuda_prefill,
     triton_msa,
     triton_msa_dense_ops,
@@ -116,7 +117,7 @@ def fewer_programs() -> None:
         return attended
 
     triton_msa.attend, triton_msa_dense_ops.attend = few(triton_msa.attend), few(triton_msa_dense_ops.attend)
-    cuda_prefill.absence, cuda_prefill.attend = lambda device: None, triton_msa.attend
+    cuda_module.absence, cuda_prefill.attend = lambda device: None, triton_msa.attend
     triton_msa_backward.gradients = triton_msa_dense_backward.gradients = lambda grad, *rest: None
 
 

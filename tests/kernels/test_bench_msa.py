@@ -173,7 +173,7 @@ def test_a_cuda_kernel_that_differs_or_fails_is_a_line_and_no_result(monkeypatch
     from samebits.kernels import bench_prefill
 
     outs = iter((torch.ones(2), None, torch.ones(2), None))
-    monkeypatch.setattr(bench_prefill.cuda_prefill, "absence", lambda device: None)
+    monkeypatch.setattr(bench_prefill.cuda_module, "absence", lambda device: None)
     monkeypatch.setattr(bench_prefill.triton_msa, "attend", lambda *args: (torch.zeros(2), None))
     monkeypatch.setattr(bench_prefill.cuda_prefill, "attend", lambda *args: (next(outs), next(outs)))
     equal = {}
@@ -185,7 +185,7 @@ def test_a_cuda_kernel_that_differs_or_fails_is_a_line_and_no_result(monkeypatch
     assert next(bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal))["error"] == (
         "RuntimeError: cuLaunchKernelEx: gone"
     )
-    monkeypatch.setattr(bench_prefill.cuda_prefill, "absence", lambda device: "needs a Hopper GPU")
+    monkeypatch.setattr(bench_prefill.cuda_module, "absence", lambda device: "needs a Hopper GPU")
     (line,) = bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal)
     assert line == {"format": "bf16", "name": "prefill, CUDA", "error": "needs a Hopper GPU"}
 

@@ -1,17 +1,15 @@
 """Decode attention in one launch, without a GPU: its kernel compiled for the CPU and run there, and what a launch gives to the driver."""
 
 import ctypes
-import sys
-from contextlib import nullcontext
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from samebits.kernels import cuda_attend, msa_ops
+from samebits.kernels import cuda_attend, cuda_module, msa_ops
 from samebits.kernels.cuda_attend import Constants, Variant
 from samebits.kernels.msa_ops import Batch, Pages
 from tests.support.cuda_attend_cases import SCALE, all_values, exact_case, random_choice, with_any_scales
@@ -19,6 +17,7 @@ from tests.support.cuda_on_cpu import COMPILER, library, on_cpu
 from tests.support.interpreter import interpreted
 from tests.support.msa_cases import make
 from tests.support.msa_gpu import distance, same
+from tests.support.stand_in_libcuda import installed
 
 compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 VARIANTS = [Variant(2, tiles=8), Variant(2, wide=True), Variant(4, wide=True), Variant(4), Variant(4, mixed=False, quarters=True)]
@@ -137,105 +136,58 @@ def test_what_the_kernel_has_no_form_for_is_refused(text):
         cuda_attend.attend(given["q"], Pages(given["data"], given["table"]), given["chosen"], batch, 0.1, variant=given["variant"])
 
 
-class Driver(ModuleType):
-    """As much of `cuda.bindings.driver` as a launch needs; notes what it was given."""
-
-    CUstream = staticmethod(lambda x: ("stream", x))
-    CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early", CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster"
-    )
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
-
-    def __init__(self, fails: str = "") -> None:
-        super().__init__("driver")
-        self.fails, self.calls = fails, []
-
-    def _call(self, name, *args):
-        self.calls.append((name, *args))
-        status = type("CUresult", (int,), {"name": "CUDA_ERROR_UNKNOWN" if name == self.fails else "CUDA_SUCCESS"})
-        return (status(999 if name == self.fails else 0),)
-
-    def CUlaunchConfig(self):
-        return SimpleNamespace()
-
-    def CUlaunchAttribute(self):
-        return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
-
-    def cuModuleLoadData(self, code):
-        return *self._call("load", code), "module"
-
-    def cuModuleGetFunction(self, module, name):
-        return *self._call("function", module, name), "function"
-
-    def cuFuncSetAttribute(self, function, attribute, value):
-        return self._call("attribute", function, attribute, value)
-
-    def cuLaunchKernelEx(self, config, function, parameters, extra):
-        addresses = (ctypes.c_void_p * 11).from_address(parameters)
-        kinds = [ctypes.c_uint64] * 8 + [ctypes.c_int64] * 2 + [ctypes.c_float]
-        given = [kind.from_address(at).value for kind, at in zip(kinds, addresses, strict=True)]
-        return self._call("launch", config, function, given, extra)
-
-
 @pytest.fixture
-def driver(monkeypatch):
-    def install(fails: str = "") -> Driver:
-        bindings, fake = ModuleType("cuda.bindings"), Driver(fails)
-        bindings.driver = fake
-        monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-        monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-        monkeypatch.setattr(cuda_attend, "compiled", lambda constants: b"code")
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
-        cuda_attend._function.cache_clear()
-        return fake
-
-    yield install
-    cuda_attend._function.cache_clear()
+def driver(tmp_path, monkeypatch):
+    cuda_module._loaded.cache_clear()
+    found = installed(tmp_path, monkeypatch)
+    found.expect("ppppppppllf")
+    yield found
+    cuda_module._loaded.cache_clear()
 
 
 @pytest.mark.parametrize(("unit", "wide"), [(2, False), (2, True), (4, False), (4, True), (16, False)])
 def test_what_the_driver_is_given(driver, unit, wide):
-    fake = driver()
     case = make([1, 1, 2], [129, 306, 700], "nvfp4", groups=2, heads=32)
     chosen = torch.zeros(4, 2, 16, dtype=torch.int32)
+    ctas, threads = 16 // unit, 32 * unit * (4 if wide else 1)
     for lse in (False, True):
+        constants = Constants(unit, 2, 16, lse, False, 2, True, False, wide)
         out, sums = cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.25, lse=lse, variant=Variant(unit, wide=wide))
-        name, config, function, given, extra = fake.calls[-1]
-        tensors = (case.q, case.cache.data, case.cache.table, case.batch.request, case.batch.position, chosen, out)
-        assert (name, function, extra) == ("launch", "function", 0)
-        assert given[:7] == [x.data_ptr() for x in tensors] and given[7] == (sums.data_ptr() if lse else 0)
-        assert given[8:10] == [4 * 9216, case.cache.table.stride(0)] and given[10] == pytest.approx(0.25 * 1.4426950408889634 * 128)
-        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (4 * 2 * 16 // unit, 1, 1)
-        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (32 * unit * (4 if wide else 1), 1, 1)
-        assert config.hStream == ("stream", 5) and config.numAttrs == len(config.attrs)
-        kinds = {a.id: a.value for a in config.attrs}
-        assert kinds["early"].programmaticStreamSerializationAllowed == 1
-        cluster = kinds["cluster"].clusterDim if unit < 16 else SimpleNamespace(x=1, y=1, z=1)
-        assert (cluster.x, cluster.y, cluster.z) == (16 // unit, 1, 1) and ("cluster" in kinds) == (unit < 16)
-        assert ("attribute", "function", "shared", config.sharedMemBytes) in fake.calls
-    assert config.sharedMemBytes <= 232448 and [c[0] for c in fake.calls].count("load") == 2  # with and without sums
+        load, name, attribute, launch = driver.heard()[-4:]  # with and without sums
+        defines = dict(UNIT=unit, GROUPS=2, HEADS=16, LSE=int(lse), ROUNDED=0, TILES=2, MIXED=1, QUARTERS=0, WIDE=int(wide))
+        assert load == f"load cuda_attend.cu sm_90a {defines}" and name.startswith("get attend of") and constants.shared <= 232448
+        assert attribute == f"set 8 {constants.shared}"
+        how, given = launch.split(" | ")
+        cluster = f" cluster {ctas},1,1" if ctas > 1 else ""
+        assert how == f"launch 2000000002 {4 * 2 * ctas},1,1 {threads},1,1 {constants.shared} 7700000077:{cluster} 6=1"
+        tensors = (case.q, case.cache.data, case.cache.table, case.batch.request, case.batch.position, chosen, out, sums)
+        given = given.split()
+        assert given[:8] == [f"{0 if x is None else x.data_ptr():x}" for x in tensors]
+        assert given[8:10] == [str(4 * 9216), str(case.cache.table.stride(0))]
+        assert float(given[10]) == pytest.approx(0.25 * 1.4426950408889634 * 128)
+        again = len(driver.heard())
+        cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.25, lse=lse, variant=Variant(unit, wide=wide))
+        assert len(driver.heard()) == again + 1, "what is loaded is launched again"
 
 
 def test_a_failing_launch_names_the_status(driver):
-    driver("launch")
+    driver.fail(999)
     case = make([1], [129], "nvfp4", groups=1, heads=1)
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_UNKNOWN"):
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx: CUDA_ERROR_SOMETHING \(999\)"):
         cuda_attend.attend(case.q, case.cache, torch.zeros(1, 1, 16, dtype=torch.int32), case.batch, 0.25, variant=Variant(4))
 
 
 def test_decode_over_nvfp4_pages_on_hopper_is_taken_and_nothing_else(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cuda_attend, "_bindings_found", lambda: found)
-    q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda")
+    monkeypatch.setattr(cuda_module, "_bindings_found", lambda: found)
+    q = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
     data, table = torch.zeros(3, 4, 128, 72, dtype=torch.uint8), torch.zeros(1, 3, dtype=torch.int32)
     chosen, batch, capability, found = torch.zeros(1, 2, 16), Batch(None, None, None, 8), (9, 0), True
     assert cuda_attend.takes(q, Pages(data, table), chosen, batch)
     shifted = torch.zeros(4 * 9216 + 8, dtype=torch.uint8)[8:].view(1, 4, 128, 72)
     for others in (
-        (SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda"), Pages(data, table), chosen, batch),
-        (SimpleNamespace(is_cuda=False, dtype=torch.bfloat16, device="cpu"), Pages(data, table), chosen, batch),
+        (SimpleNamespace(dtype=torch.float32, device=torch.device("cuda")), Pages(data, table), chosen, batch),
+        (SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu")), Pages(data, table), chosen, batch),
         (q, Pages(data.to(torch.bfloat16), table), chosen, batch),
         (q, Pages(shifted, table), chosen, batch),
         (q, msa_ops.Packed(data, data, table[0], 3), chosen, batch),
@@ -262,4 +214,6 @@ def test_the_compiler_of_the_gpu_takes_it(unit, wide):
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.bindings.nvrtc")
     for rounded in (False, True):
-        assert cuda_attend.compiled(Constants(unit, 4, 16, True, rounded, 2, True, wide, wide))[:4] == b"\x7fELF"
+        assert (
+            cuda_module.compiled(cuda_attend.SOURCE, Constants(unit, 4, 16, True, rounded, 2, True, wide, wide).defines)[:4] == b"\x7fELF"
+        )

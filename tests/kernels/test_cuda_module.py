@@ -1,84 +1,31 @@
 """How CUDA C++ is launched, against a libcuda that only writes down what it was given; and that NVRTC takes the sources, where it is."""
 
 import ctypes
-import shutil
-import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from samebits.kernels import cuda_module, cuda_prefill
 from samebits.kernels.cuda_module import Launch
-
-# Structures by their C declarations, so that those of the module are held against something.
-STAND_IN = r"""
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-typedef struct { int id; char pad[4]; union { char pad[64]; struct { unsigned x, y, z; } cluster; int flag; } value; } Attribute;
-typedef struct { unsigned gx, gy, gz, bx, by, bz, shared; void* stream; Attribute* attributes; unsigned count; } Config;
-char heard[4096];
-int failing = 0;
-#define SAY(...) snprintf(heard + strlen(heard), sizeof heard - strlen(heard), __VA_ARGS__)
-int cuModuleLoadData(void** module, const char* code) { SAY("load %s;", code); *module = (void*)0x1000000001; return 0; }
-int cuModuleGetFunction(void** function, void* module, const char* name) {
-    SAY("get %s of %lx;", name, (long)module);
-    *function = (void*)0x2000000002;
-    return 0;
-}
-int cuFuncSetAttribute(void* function, int attribute, int value) { SAY("set %d %d;", attribute, value); return 0; }
-int cuGetErrorName(int status, const char** text) { *text = "CUDA_ERROR_SOMETHING"; return 0; }
-int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes, const uint64_t* strides,
-                           const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill) {
-    SAY("map %d at %lx, aligned %d:", type, (long)address, (int)((uintptr_t)map % 64 == 0));
-    for (unsigned i = 0; i < rank; i++) SAY(" %lu %u %u", (long)sizes[i], box[i], steps[i]);
-    for (unsigned i = 0; i + 1 < rank; i++) SAY(" %lu", (long)strides[i]);
-    SAY(" %d %d %d %d;", interleave, swizzle, promotion, fill);
-    memset(map, 0x5A, 128);
-    return failing;
-}
-int cuLaunchKernelEx(const Config* c, void* function, void** p, void** extra) {
-    SAY("launch %lx %u,%u,%u %u,%u,%u %u %lx:", (long)function, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, (long)c->stream);
-    for (unsigned i = 0; i < c->count; i++) {
-        Attribute a = c->attributes[i];
-        if (a.id == 4) SAY(" cluster %u,%u,%u", a.value.cluster.x, a.value.cluster.y, a.value.cluster.z);
-        else SAY(" %d=%d", a.id, a.value.flag);
-    }
-    SAY(" | %x %lx %ld %d %g;", ((unsigned*)p[0])[31], *(long*)p[1], *(long*)p[2], *(int*)p[3], *(float*)p[4]);
-    return failing;
-}
-"""
+from tests.support.stand_in_libcuda import installed
 
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    (tmp_path / "cuda.c").write_text(STAND_IN)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", tmp_path / "cuda.so", tmp_path / "cuda.c"], check=True)
-    library = ctypes.CDLL(str(tmp_path / "cuda.so"))
-    monkeypatch.setattr(cuda_module, "_driver", lambda: library)
-    monkeypatch.setattr(cuda_module, "compiled", lambda source, defines, arch: f"{source} {arch} {dict(defines)}".encode())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0x7700000077))
     cuda_module._loaded.cache_clear()
-    yield library
+    yield installed(tmp_path, monkeypatch)
     cuda_module._loaded.cache_clear()
-
-
-def heard(library) -> list[str]:
-    return (ctypes.c_char * 4096).in_dll(library, "heard").value.decode().split(";")[:-1]
 
 
 def test_what_is_launched(driver):
+    driver.expect("mplif")
     x = torch.zeros(3)
     one = cuda_module.tensor_map(0x10000000010, (128, 5), (256,), (64, 8))
     arguments = ((one, None), (x, ctypes.c_void_p), (None, ctypes.c_void_p), (-7, ctypes.c_int), (0.5, ctypes.c_float))
     cuda_module.launch("a.cu", "kernel", (("N", 1),), Launch(6, 384, 200000, cluster=2, early=True), arguments)
     cuda_module.launch("a.cu", "kernel", (("N", 1),), Launch(4, 32, 200000), arguments)
     given = f"| 5a5a5a5a {x.data_ptr():x} 0 -7 0.5"
-    assert heard(driver) == [
+    assert driver.heard() == [
         "map 9 at 10000000010, aligned 1: 128 64 1 5 8 1 256 0 3 3 0",
         "load a.cu sm_90a {'N': 1}",
         "get kernel of 1000000001",
@@ -89,7 +36,7 @@ def test_what_is_launched(driver):
 
 
 def test_an_error_of_the_driver_has_its_name(driver):
-    ctypes.c_int.in_dll(driver, "failing").value = 719
+    driver.fail(719)
     with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx: CUDA_ERROR_SOMETHING \(719\)"):
         cuda_module.launch("a.cu", "kernel", (), Launch(1, 32, 0), [(0, ctypes.c_uint64)] * 5)
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from samebits.kernels import bench_msa, cuda_attend, msa_ops, triton_msa
+from samebits.kernels import bench_msa, cuda_attend, cuda_module, msa_ops, triton_msa
 from samebits.kernels.cuda_attend import Variant
 from samebits.kernels.msa import SparseConfig
 from tests.support.msa_cases import make
@@ -92,7 +92,7 @@ def compile_all() -> None:
     large = [(variant, bench_msa.GROUPS, bench_msa.HEADS // bench_msa.GROUPS, False, False) for variant in FIRST + REST]
     every = [cuda_attend._constants(variant, 0, *rest, "cuda") for variant, *rest in small + large]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(cuda_attend.compiled, dict.fromkeys(every)))
+        list(pool.map(lambda one: cuda_module.compiled(cuda_attend.SOURCE, one.defines), dict.fromkeys(every)))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,9 @@
 // A library that runs the kernel of `kernels/cuda_attend.cu` on the CPU.
 #include <utility>
-#define EMULATED
+#define SAMEBITS_HOST
 #include "cuda_attend.cu"
+
+using namespace samebits;
 
 static void* const* arguments;
 template <class T> static T argument(int i) { return *(const T*)arguments[i]; }
@@ -22,7 +24,7 @@ extern "C" int launch(int blocks, unsigned seed, void* const* given) {
 // The decoding alone: four outputs of a word of eight codes under two scale bytes.
 extern "C" void decode_word(u32 word, u32 low_scale, u32 high_scale, u32* out) {
     u32 four[4];
-    decode(word, scale_values(times(scale_bytes(low_scale | high_scale << 16), 16)), four);
+    decode_e2m1<MIXED>(four, word, scale_values(times(scale_bytes(low_scale | high_scale << 16), 16)));
     for (int i = 0; i < 4; i++) out[i] = four[i];
 }
 

@@ -1,4 +1,4 @@
-// `kernels/cuda_attend_ptx.cuh` made of plain operations, and a scheduler that runs the threads of a cluster as fibers.
+// What `cuda_attend.cu` asks of a GPU beside `cuda_arithmetic.h`, and a scheduler that runs the threads of a cluster as fibers.
 //
 // Whatever waits (barriers, votes, shuffles, MMAs) hands over to another fiber, in an order that is drawn anew in every round, and some
 // warps run far ahead of others, so that a missing barrier shows. A bulk copy leaves rubbish where its bytes will be, until somebody waits
@@ -8,14 +8,10 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <vector>
 
-#define INLINE static inline
+#include "cuda_arithmetic.h"
+
 #define KERNEL static void
 
 struct uint2 { u32 x, y; };
@@ -87,58 +83,6 @@ static void meet(Meeting& m, int threads) {
 
 static void poison(void* p, size_t bytes) { memset(p, 0xA7, bytes); }
 
-static float bits_to_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
-static u32 float_to_bits(float x) { u32 y; memcpy(&y, &x, 4); return y; }
-static float product(float a, float b) { return a * b; }
-static float sum(float a, float b) { return a + b; }
-static float difference(float a, float b) { return a - b; }
-static float fused(float a, float b, float c) { return fmaf(a, b, c); }
-static float quotient(float a, float b) { return a / b; }
-static float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
-static float exp2_flushed(float x) { return flushed(exp2f(flushed(x))); }
-static float fma_flushed(float a, float b, float c) { return flushed(fmaf(flushed(a), flushed(b), flushed(c))); }
-static float larger(float a, float b) { return fmaxf(a, b); }
-static float of_bf16(u32 x) { return bits_to_float(x << 16); }
-
-static u32 to_bf16(float x) {
-    u32 b = float_to_bits(x);
-    if (x != x) return 0x7FFF;
-    return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
-}
-
-static u32 bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
-
-static u32 mul_bf16x2(u32 a, u32 b) {
-    return bf16x2(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF), of_bf16(a >> 16) * of_bf16(b >> 16));
-}
-
-static u32 to_e4m3(float x) { // of finite numbers
-    float size = fminf(fabsf(x), 448.0f);
-    int e;
-    frexpf(size, &e);
-    float unit = ldexpf(1.0f, (e - 1 < -6 ? -6 : e - 1) - 3);
-    float n = nearbyintf(size / unit) * unit;
-    u32 code = n < ldexpf(1.0f, -6) ? (u32)ldexpf(n, 9) : (float_to_bits(n) >> 20) - (120u << 3);
-    return code | (std::signbit(x) ? 0x80 : 0);
-}
-
-static u32 e4m3x2(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
-
-static u32 prmt(u32 a, u32 b, u32 selector) {
-    u64 both = (u64)b << 32 | a;
-    u32 d = 0;
-    for (int i = 0; i < 4; i++) {
-        u32 s = selector >> (4 * i) & 15;
-        if (s > 7) fail("sign mode of prmt");
-        d |= (u32)(both >> (8 * s) & 0xFF) << (8 * i);
-    }
-    return d;
-}
-
-static u32 times(u32 a, u32 b) { return a * b; }
-static u32 either(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
-static int ones(u32 x) { return __builtin_popcount(x); }
-
 // Deposits `given`, waits for the whole warp; returns which half of the buffers holds what all gave.
 template <class Last>
 static int together(const Warp::Given& given, Last last) {
@@ -156,10 +100,10 @@ static const Warp::Given* of_all(const Warp::Given& given) {
     return cta().warps[me->thread / 32].given[half];
 }
 
-static float exchanged(float x, int lanes) { Warp::Given g{}; g.x = x; return of_all(g)[lane_of() ^ lanes].x; }
-static int of_lane(int x, int lane) { Warp::Given g{}; g.i = x; return of_all(g)[lane].i; }
+static float shuffle_xor(float x, int lanes) { Warp::Given g{}; g.x = x; return of_all(g)[lane_of() ^ lanes].x; }
+static int shuffle(int x, int lane) { Warp::Given g{}; g.i = x; return of_all(g)[lane].i; }
 
-static u32 lanes_with(bool x) {
+static u32 ballot(bool x) {
     Warp::Given g{};
     g.i = x;
     const Warp::Given* all = of_all(g);
@@ -177,9 +121,9 @@ static void multiply(Warp& warp, int half) {
         int g = lane / 4, t = lane % 4;
         const u32 words[4] = {x.a.x, x.a.y, x.a.z, x.a.w};
         for (int r = 0; r < 4; r++)
-            for (int i = 0; i < 2; i++) a[g + 8 * (r % 2)][2 * t + 8 * (r / 2) + i] = of_bf16(words[r] >> (16 * i) & 0xFFFF);
+            for (int i = 0; i < 2; i++) a[g + 8 * (r % 2)][2 * t + 8 * (r / 2) + i] = bf16_value(words[r] >> (16 * i) & 0xFFFF);
         for (int r = 0; r < 2; r++)
-            for (int i = 0; i < 2; i++) b[2 * t + 8 * r + i][g] = of_bf16(x.b[r] >> (16 * i) & 0xFFFF);
+            for (int i = 0; i < 2; i++) b[2 * t + 8 * r + i][g] = bf16_value(x.b[r] >> (16 * i) & 0xFFFF);
     }
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++) {
@@ -209,7 +153,7 @@ static float4 remote_float4(const void* p, int rank) { return *(const float4*)(c
 
 enum : u64 { MADE = 0x1111, ASKED, OPEN };
 static void barrier_init(u64* barrier) { *barrier = MADE; }
-static void copies_see() {}
+static void barriers_made() {}
 
 static Copy& copy_of(u64* barrier) { return cta().copies[barrier - (u64*)(cta().shared + BARRIERS)]; }
 

@@ -8,12 +8,9 @@
 //
 // Not shown: memory ordering, registers, time, and the rounding inside an MMA: sums are fp32, k after k.
 #pragma once
-#include <cmath>
+#include "cuda_arithmetic.h"
+
 #include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -21,9 +18,6 @@
 #include <vector>
 
 namespace shim {
-
-typedef uint32_t u32;
-typedef uint64_t u64;
 
 [[noreturn]] inline void fail(const char* text, ...) {
     va_list args;
@@ -244,29 +238,12 @@ inline void count_banks(const u32* address) {
     }
     machine.accesses++;
 }
-inline float bf16_value(u32 bits) {
-    u32 x = bits << 16;
-    float y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-inline u32 bf16_bits(float x) {
-    u32 b;
-    memcpy(&b, &x, 4);
-    if ((b & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
-    return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
-}
 }  // namespace shim
 
 // ---- the primitives
-typedef uint8_t u8;
-typedef uint16_t u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
-#define DEVICE static inline
 #define KERNEL(THREADS) static void
 #define PARAM const
 #define SHARED(name) u8* name = shim::own_block().memory
@@ -309,27 +286,17 @@ template <int COUNT>
 void fewer_registers() {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "registers");
 }
-DEVICE u32 shuffle_u32(u32 x, int from) {
-    u32 in[2] = {x, (u32)from};
+DEVICE int shuffle(int x, int from) {
+    u32 in[2] = {(u32)x, (u32)from};
     return *shim::together("shuffle", in, 2, [](shim::Meeting& m) {
         for (int i = 0; i < 32; i++) m.out[i][0] = m.in[m.in[i][1] & 31][0];
     });
 }
 DEVICE u32 shuffle_up(u32 x, int by) {
     int lane = shim::machine.current->thread & 31;
-    return shuffle_u32(x, lane >= by ? lane - by : lane);
+    return shuffle(x, lane >= by ? lane - by : lane);
 }
-DEVICE float as_float(u32 x) {
-    float y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-DEVICE u32 as_bits(float x) {
-    u32 y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-DEVICE float shuffle_xor(float x, int mask) { return as_float(shuffle_u32(as_bits(x), (shim::machine.current->thread & 31) ^ mask)); }
+DEVICE float shuffle_xor(float x, int mask) { return as_float(shuffle(as_bits(x), (shim::machine.current->thread & 31) ^ mask)); }
 DEVICE u32 ballot(bool x) {
     u32 in = x;
     return *shim::together("ballot", &in, 1, [](shim::Meeting& m) {
@@ -338,38 +305,7 @@ DEVICE u32 ballot(bool x) {
         for (int i = 0; i < 32; i++) m.out[i][0] = all;
     });
 }
-DEVICE int bits_of(u32 x) { return __builtin_popcount(x); }
-DEVICE int first_bit(u32 x) { return __builtin_ffs(x) - 1; }
 DEVICE void atomic_or(u32* at, u32 x) { *at |= x; }
-DEVICE float mul(float a, float b) { return a * b; }
-DEVICE float add(float a, float b) { return a + b; }
-DEVICE float sub(float a, float b) { return a - b; }
-DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
-DEVICE float one_over(float x) { return 1.0f / x; }
-DEVICE float larger(float a, float b) { return fmaxf(a, b); }
-DEVICE float exp2_approx(float x) {
-    float y = exp2f(x);
-    return fabsf(y) < 1.17549435e-38f ? 0.0f : y;
-}
-DEVICE u32 pack_bf16(float low, float high) { return shim::bf16_bits(low) | shim::bf16_bits(high) << 16; }
-DEVICE u32 mul_bf16x2(u32 a, u32 b) {
-    return pack_bf16(shim::bf16_value(a & 0xFFFF) * shim::bf16_value(b & 0xFFFF), shim::bf16_value(a >> 16) * shim::bf16_value(b >> 16));
-}
-DEVICE u32 permute(u32 a, u32 b, u32 how) {
-    u64 both = (u64)b << 32 | a;
-    u32 y = 0;
-    for (int i = 0; i < 4; i++) y |= (u32)(both >> 8 * (how >> 4 * i & 7) & 0xFF) << 8 * i;
-    return y;
-}
-DEVICE u32 e4m3_bits(float x) {
-    u32 sign = as_bits(x) >> 24 & 0x80;
-    x = fminf(fabsf(x), 448.0f);
-    if (x < 0.015625f) return sign | (u32)nearbyintf(x * 512.0f);
-    u32 b = as_bits(x);
-    b = (b + 0x7FFFF + (b >> 20 & 1)) >> 20;
-    return sign | (b - (120 << 3));
-}
-DEVICE u32 e4m3x2(float high, float low) { return e4m3_bits(low) | e4m3_bits(high) << 8; }
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     u32 in[10] = {a[0], a[1], a[2], a[3], b0, b1, as_bits(d[0]), as_bits(d[1]), as_bits(d[2]), as_bits(d[3])};
     u32* out = shim::together("mma", in, 10, [](shim::Meeting& m) {
@@ -377,7 +313,7 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         for (int lane = 0; lane < 32; lane++)
             for (int r = 0; r < 6; r++)
                 for (int h = 0; h < 2; h++) {
-                    float x = shim::bf16_value(m.in[lane][r] >> 16 * h & 0xFFFF);
+                    float x = bf16_value(m.in[lane][r] >> 16 * h & 0xFFFF);
                     int g = lane >> 2, t = lane & 3;
                     if (r < 4)
                         a[g + 8 * (r & 1)][2 * t + h + 8 * (r >> 1)] = x;

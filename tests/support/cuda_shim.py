@@ -90,7 +90,7 @@ def run(plan: Plan, seed: int = 0) -> Ran:
             maps[start + 16 * i + at] = word
     counts = (ctypes.c_uint64 * 4)()
     how = plan.launch
-    arguments = [kind(cuda_module._address(v) if kind is ctypes.c_void_p else v) for v, kind in plan.arguments]
+    arguments = cuda_module.as_ctypes(plan.arguments)
     rest = (ctypes.c_int(v) for v in (how.grid, how.threads, how.shared, seed))
     library(plan.defines).run(ctypes.c_void_p(ctypes.addressof(maps) + 8 * start), *arguments, *rest, counts)
     return Ran(plan.out, plan.lse, *counts)
