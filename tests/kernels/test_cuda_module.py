@@ -57,9 +57,9 @@ def test_nvrtc_takes_the_source_and_tells_what_it_does_not_take():
     try:
         code = cuda_module.compiled(cuda_prefill.SOURCE, tuple(zip(names, (0, 1, 0, 1, 4, 16, 16, 4, 2, 1, 4, 240, 24), strict=True)))
     except RuntimeError as error:
-        if "not found" in str(error) or "No such file" in str(error):
-            pytest.skip("NVRTC itself is not installed")
-        raise
+        if "does not compile" in str(error) or not ("not found" in str(error) or "No such file" in str(error)):
+            raise  # of a header that is missing, too, NVRTC may say that it is not found
+        pytest.skip("NVRTC itself is not installed")
     assert code[1:4] == b"ELF"
     with pytest.raises(RuntimeError, match="does not compile for sm_90a"):
         cuda_module.compiled(cuda_prefill.SOURCE, (("FORMAT", 0),))
