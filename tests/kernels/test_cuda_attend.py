@@ -9,9 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from samebits.kernels import cuda_attend, cuda_module, msa_ops
+from samebits.kernels import cuda_attend, cuda_module, cuda_prefill, msa_ops
 from samebits.kernels.cuda_attend import Constants, Variant
 from samebits.kernels.msa_ops import Batch, Pages
+from tests.support import cuda_shim, ordered_attention
 from tests.support.cuda_attend_cases import SCALE, all_values, exact_case, random_choice, with_any_scales
 from tests.support.cuda_on_cpu import COMPILER, library, on_cpu
 from tests.support.interpreter import interpreted
@@ -19,6 +20,8 @@ from tests.support.msa_cases import make
 from tests.support.msa_gpu import distance, same
 from tests.support.stand_in_libcuda import installed
 
+TWO_POWER = 0.125 * 0.6931471805599453
+"""Softmax scale which times log2(e) is a power of two in fp32."""
 compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 VARIANTS = [Variant(2, tiles=8), Variant(2, wide=True), Variant(4, wide=True), Variant(4), Variant(4, mixed=False, quarters=True)]
 VARIANTS += [Variant(16), Variant(16, quarters=True)]
@@ -59,6 +62,18 @@ def test_variants_and_orders_of_warps_have_the_same_bits(emulated):
         results.append(cuda_attend.attend(case.q, case.cache, chosen, case.batch, 0.1, lse=True, variant=Variant(16)))
     for out, lse in results[1:]:
         assert same(out, results[0][0]) and same(lse, results[0][1])
+
+
+@pytest.mark.skipif(not cuda_shim.AVAILABLE, reason="needs g++ on x86-64")
+@pytest.mark.parametrize("variant", [Variant(16), Variant(4), Variant(2, wide=True)])
+def test_sums_that_round_are_made_in_the_order_of_the_triton_kernels(emulated, variant):
+    case = make([1, 2, 1], [2306, 129, 1500], "nvfp4", groups=2, heads=12, seed=5)
+    chosen = random_choice(case.batch.position, 2, torch.Generator().manual_seed(0))
+    plan = cuda_prefill.plan(case.q, case.cache, chosen, case.batch, TWO_POWER, True)
+    exp2, log2 = (lambda x, i=i: cuda_shim.functions(plan, x)[i] for i in range(2))
+    out, lse = ordered_attention.attend(case.q, case.packed, chosen, case.batch, 0.125, exp2, log2)
+    have = cuda_attend.attend(case.q, case.cache, chosen, case.batch, TWO_POWER, lse=True, variant=variant)
+    assert same(have[0], out) and same(have[1], lse)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -128,9 +128,9 @@ static void multiply(Warp& warp, int half) {
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++) {
             int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
-            double total = warp.given[half][lane].c[i];
-            for (int k = 0; k < 16; k++) total += (double)a[row][k] * b[k][column];
-            warp.result[half][lane][i] = (float)total;
+            float total = warp.given[half][lane].c[i];  // in the order of `ordered_attention`
+            for (int k = 0; k < 16; k++) total += a[row][k] * b[k][column];
+            warp.result[half][lane][i] = total;
         }
 }
 
