@@ -160,8 +160,10 @@ def attend_kernel(
             block_top = tl.max(scores, axis=1) * factor
             origin = -_finite(block_top)
             weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
-            # Of each lane: they need not meet before the end.
-            block_sums = tl.sum(tl.sum(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]), axis=3), axis=1)
+            # Of each lane: they need not meet before the end. Pairs, then a tree over the steps, said so: `tl.sum` of what a lane has is a
+            # tree in some versions of Triton and one after the other in others.
+            even, odd = tl.split(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]))
+            block_sums = tl.reshape(_added(tl.reshape(tl.permute(even + odd, [0, 2, 1]), [ROWS * SUMS, PLACES]), PLACES), [ROWS, SUMS])
             block_values = tl.dot(value_weights(weights, FORMAT), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
             top, sums, values = _join(top, sums, values, block_top, block_sums, block_values)
         if UNIT < TOPK:
