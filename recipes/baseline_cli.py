@@ -23,7 +23,7 @@ def baseline(
     compare: Annotated[Path | None, typer.Option(help="result of `samebits bench step` to hold against it")] = None,
     stock: Annotated[Path | None, typer.Option(help="with --compare: an earlier result of this command, instead of a run")] = None,
     folder: Annotated[Path | None, typer.Option(help="keep checkpoint, data, verl's metrics and output here; default: nowhere")] = None,
-    limit: Annotated[float, typer.Option(min=1, help="seconds after which stock verl is ended")] = 1800.0,
+    limit: Annotated[float, typer.Option(min=1, help="seconds after which stock verl is ended; the steps that it has done count")] = 1800.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show what verl, Ray and vLLM print")] = False,
 ) -> None:

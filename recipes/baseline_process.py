@@ -71,10 +71,11 @@ def run(
     limit: float,
     verbose: bool,
     stalled: float = STALLED_S,
-) -> None:
+) -> bool:
     """Run `command` in `folder` with exactly `environment`; a step is done whenever `metrics` grows.
 
-    Raises `BaselineFailed` when it ends badly, has not ended after `limit` seconds, or stands still after a traceback, for `stalled`.
+    Returns whether it came to its end; False: it was ended after `limit` seconds, with `metrics` as it then was.
+    Raises `BaselineFailed` when it ends badly, stands still after a traceback, for `stalled`, or has done no step after `limit` seconds.
     """
     process = subprocess.Popen(
         command,
@@ -88,16 +89,17 @@ def run(
     output = _Output(process.stdout, folder / "output.log", verbose)
     output.start()
     problem: str | None = None
+    whole = True
     started = moved = time.monotonic()
     size = 0
     try:
-        while problem is None and process.poll() is None:
+        while problem is None and whole and process.poll() is None:
             time.sleep(0.2)
             now, before, size = time.monotonic(), size, metrics.stat().st_size if metrics.is_file() else 0
             if size != before or not output.traced:
                 moved = now
             if now - started > limit:
-                problem = f"it did not end within {limit:g} s"
+                whole = False
             elif now - max(moved, output.heard) > stalled:
                 problem = f"it stood still for {stalled:g} s after an error"
             elif now - moved > _PATIENCE * stalled:
@@ -105,10 +107,13 @@ def run(
     finally:
         _end(process)
     output.join(timeout=5)
-    if problem is None and process.returncode != 0:
+    if not whole and not size:
+        problem = f"it did not end within {limit:g} s"
+    if problem is None and whole and process.returncode != 0:
         problem = f"it ended with status {process.returncode}"
     if problem is not None:
         raise BaselineFailed(f"stock verl: {problem}; {output.cause()}")
+    return whole
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -53,9 +53,10 @@ class NotMeasured(ValueError):
 
 
 def read(path: Path) -> list[Line]:
-    """Metrics of each step from the file that verl's own logger `file` writes. Raises `NotMeasured`."""
+    """Metrics of each step from the file that verl's own logger `file` writes, without a last line that has no end. Raises `NotMeasured`."""
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        text = path.read_text()
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [line["data"] for line in lines if line["step"] > 0]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotMeasured(f"{path.name} is not what verl's file logger writes ({type(error).__name__}: {error})") from None
@@ -208,6 +209,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         lines.append(
             f"responses have {baseline['shortest_response']:.0f} to {baseline['longest_response']:.0f} tokens: not all the longest"
         )
+    if "ended" in result:
+        lines.append(f"ended {result['ended']}")
     lines.append(WAITING)
     lines += [f"not stock: {text}" for text in baseline["deviations"]]
     for line in lines:

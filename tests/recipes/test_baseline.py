@@ -176,13 +176,13 @@ def test_peaks_start_anew_with_training():
 # ---------------------------------------------------------------------------------------------------------------------- process
 
 
-def start(tmp_path, code: str, limit: float = 60.0, stalled: float = 60.0) -> None:
+def start(tmp_path, code: str, limit: float = 60.0, stalled: float = 60.0) -> bool:
     arguments = ([sys.executable, "-u", "-c", code], {"FOLDER": str(tmp_path)}, tmp_path, tmp_path / "metrics.jsonl")
-    baseline_process.run(*arguments, limit, verbose=False, stalled=stalled)
+    return baseline_process.run(*arguments, limit, verbose=False, stalled=stalled)
 
 
 def test_a_process_that_ends_well_leaves_its_output(tmp_path):
-    start(tmp_path, "import os; print('said', sorted(k for k in os.environ if k == 'HOME' or k == 'FOLDER'))")
+    assert start(tmp_path, "import os; print('said', sorted(k for k in os.environ if k == 'HOME' or k == 'FOLDER'))")
     assert (tmp_path / "output.log").read_text() == "said ['FOLDER']\n"
 
 
@@ -236,6 +236,31 @@ for step in range(4):
     assert metrics.read_text().split() == list("0123")
 
 
+@pytest.mark.parametrize("done", [2, 3])
+def test_at_its_limit_the_steps_that_are_done_count(tmp_path, monkeypatch, done):
+    """Two steps of ten are left out; a line that the end has cut is none."""
+    lines = METRICS.read_text().splitlines(keepends=True)
+    written = "".join(lines[:done]) + '{"step": 9, "da'
+    code = f"""
+import os, time
+open(os.environ['VERL_FILE_LOGGER_PATH'], 'w').write({written!r})
+time.sleep(600)
+"""
+    monkeypatch.setattr(baseline, "command", lambda folder: [sys.executable, "-c", code])
+    monkeypatch.setattr(baseline, "require_device", lambda device: None)
+    asked = Job("qwen3-tiny", "tiny_m3_grpo.yaml", "cpu", 8, 2, 6.0)
+    if done <= 2:
+        with pytest.raises(baseline_process.BaselineFailed, match=f"it did {done} of 10 steps within 6 s, none after warm-up"):
+            baseline.run(asked, tmp_path / "run", Console(quiet=True))
+        return
+    found = baseline.run(asked, tmp_path / "run", Console(quiet=True))
+    assert found["ended"] == "after 3 of 10 steps, by the limit of 6 s" and found["steps"] == 1
+    with (console := Console(width=200)).capture() as said:
+        baseline_result.show(found, console)
+    assert "ended after 3 of 10 steps, by the limit of 6 s" in said.get()
+    assert "ended" not in stock()
+
+
 # ----------------------------------------------------------------------------------------------------------------------- result
 
 
@@ -277,7 +302,7 @@ def test_metrics_that_lack_something_are_refused(tmp_path):
         stock(1, lines)
     with pytest.raises(baseline_result.NotMeasured, match="3 steps, of which the first 3"):
         stock(3)
-    (tmp_path / "broken.jsonl").write_text('{"step": 1')
+    (tmp_path / "broken.jsonl").write_text('{"step": 1\n')
     for name in ("broken.jsonl", "none.jsonl"):
         with pytest.raises(baseline_result.NotMeasured, match=name):
             baseline_result.read(tmp_path / name)

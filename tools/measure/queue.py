@@ -1,6 +1,6 @@
 """Run a plan on the GPUs of a machine that is there for a limited time: one line after another on each GPU, whatever becomes of them.
 
-    python -m tools.measure.queue PLAN OUT [--minutes 25] [--gpus 0,1] [--only NAME ...] [--again NAME ...] [--again-failed] [--background]
+    python -m tools.measure.queue PLAN OUT [--minutes 25] [--gpus 0,1] [--only NAME]... [--again NAME]... [--again-failed] [--background]
     python -m tools.measure.queue --status OUT [--wait SECONDS]
     python -m tools.measure.queue --stop OUT
 
