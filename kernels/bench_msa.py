@@ -6,8 +6,6 @@ cache, and the median replay is divided by their number. Prefill, training and g
 `bench_prefill`) and the lines of `bench_heads` follow. The copy that gives the bandwidth runs first, in the same process; a floor is the
 bytes that must be moved (keys of the context; K and V of chosen blocks) over that bandwidth, which counts bytes read and written.
 
-Decode over NVFP4 pages has a line of `cuda_attend` too, which says whether its bits are those of the line `attention`.
-
 Peers (`bench_msa_peers`), where they can be imported, get the same pages, queries and choices; otherwise their absence is recorded. Before
 a shape is timed, our choice and attention are compared with torch in fp64 on two of its requests. `compared` sets lines beside those that
 they must beat. The file is written after every line; `--part` runs parts alone.
@@ -27,8 +25,8 @@ from torch import Tensor
 from samebits.quant import bench as formats
 from samebits.quant import kv
 
-from . import cuda_attend, msa_ops
-from .bench_msa_peers import Call, Peer, Prefill, lines, load_peers
+from . import msa_ops
+from .bench_msa_peers import Peer, Prefill, lines, load_peers
 from .bench_record import Record, Save, chosen_parts, command, nowhere
 from .msa import SparseConfig
 from .msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
@@ -40,7 +38,6 @@ LONG = 32768  # tokens of prefill and training
 FORMATS = ("nvfp4", "fp8", "bf16")
 BYTES = {"nvfp4": 72, "fp8": 128, "bf16": 256}  # of one head row
 CONFIG = SparseConfig()
-ONE_LAUNCH = "attention, one launch"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,26 +93,8 @@ def decode(case: Case, copy: float, peers: list[Peer], repeat: int) -> Iterator[
         if name in floors:
             line |= {"floor_us": floors[name], "of_floor": floors[name] / line["us"]}
         yield line
-    yield from lines(head | {"peer": "one launch"}, one_launch, (case,), partial(replay, repeat=repeat))
     for peer in peers:
         yield from lines(head | {"peer": peer.name}, peer.decode, (case,), partial(replay, repeat=repeat))
-
-
-def one_launch(case: Case) -> dict[str, Call]:
-    """The line of `cuda_attend` where it takes the shape; its distance is the share of outputs whose bits are not those of `attention`."""
-    from . import triton_msa
-
-    if not cuda_attend.takes(case.queries[0], case.cache, case.chosen[0], case.batch):
-        return {}
-
-    def attend(i: int, by: Callable[..., tuple[Tensor, Tensor | None]]) -> Tensor:
-        return by(case.queries[i], case.cache, case.chosen[i], case.batch, msa_ops.default_scale())[0]
-
-    def different() -> float:
-        have, want = (attend(0, by).view(torch.int16) for by in (cuda_attend.attend, triton_msa.attend))
-        return (have != want).float().mean().item()
-
-    return {ONE_LAUNCH: Call([lambda i=i: attend(i, cuda_attend.attend) for i in range(len(case.queries))], different)}
 
 
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,30 +120,21 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if requests is None or peer not in ("vllm", "flashinfer"):
             continue
         for own in FORMATS:
-            for ours in (operation, ONE_LAUNCH) if operation == "attention" else (operation,):
-                row(
-                    f"{ours}: {peer} on {form} over ours on {own}",
-                    f"{requests} x {context}",
-                    times.get((requests, context, own, ours)),
-                    us,
-                )
+            what = f"{operation}: {peer} on {form} over ours on {own}"
+            row(what, f"{requests} x {context}", times.get((requests, context, own, operation)), us)
 
     def at(tokens: int, form: str, name: str) -> float | None:
         return times.get((None, tokens, form, name))
 
-    stock, forward = at(LONG, "bf16", "vllm prefill"), at(LONG, "bf16", "training forward")
-    for name, form in (("prefill", "nvfp4"), ("prefill", "fp8"), ("prefill", "bf16"), ("training forward", "bf16")):
-        for kind in ("", ", alike"):
-            row(
-                f"{name}{kind}, {form}: triton over CUDA",
-                f"{LONG} tokens",
-                at(LONG, form, f"{name}, CUDA{kind}"),
-                at(LONG, form, name + kind),
-            )
-    row("prefill: vllm over CUDA, bf16 pages", f"{LONG} tokens", at(LONG, "bf16", "prefill, CUDA"), stock, at_least=1.5)
-    row("prefill: vllm over CUDA, training forward", f"{LONG} tokens", at(LONG, "bf16", "training forward, CUDA"), stock, at_least=1.5)
-    row("prefill: vllm over ours, bf16 pages", f"{LONG} tokens", at(LONG, "bf16", "prefill"), stock, at_least=1.5)
-    row("prefill: vllm on bf16 pages over our training forward", f"{LONG} tokens", forward, stock, at_least=1.5)
+    for kind in ("", ", alike"):
+        stock, forward = at(LONG, "bf16", f"vllm prefill{kind}"), at(LONG, "bf16", f"training forward{kind}")
+        for name in ("prefill", "training forward"):
+            ours, other = at(LONG, "bf16", name + kind), at(LONG, "bf16", f"{name}, Triton{kind}")
+            row(f"{name}{kind}, bf16: Triton over ours", f"{LONG} tokens", ours, other, at_least=1.0)
+        ours = at(LONG, "bf16", f"prefill{kind}")
+        row(f"prefill{kind}: vllm over ours, bf16 pages", f"{LONG} tokens", ours, stock, at_least=1.5)
+        row(f"prefill{kind}: vllm on bf16 pages over our training forward", f"{LONG} tokens", forward, stock, at_least=1.5)
+    forward = at(LONG, "bf16", "training forward")
     row("training: backward over forward", f"{LONG} tokens", forward, at(LONG, "bf16", "backward"), at_most=3.0)
     one = "project and insert, one launch"
     for tokens in dict.fromkeys(tokens for requests, tokens, *_ in times if requests is None):
@@ -174,9 +144,12 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prefill(tokens: int, peers: list[Peer], equal: dict[str, bool], repeat: int = 5) -> Iterator[dict[str, Any]]:
-    """One sequence: choice from bf16 index pages, and attention over pages of each format, ours and the peers'. Keys are random."""
+    """One sequence: choice from bf16 index pages, and attention over pages of each format, ours and the peers'. Keys are random.
+
+    Attention has its lines twice: with the choices of random index queries, and with those that neighbours share (`bench_prefill`).
+    """
     from . import triton_msa
-    from .bench_prefill import beside, together
+    from .bench_prefill import KINDS, in_triton, together
 
     g = torch.Generator("cuda").manual_seed(0)
     blocks, scale = tokens // BLOCK, msa_ops.default_scale()
@@ -198,39 +171,37 @@ def prefill(tokens: int, peers: list[Peer], equal: dict[str, bool], repeat: int 
         caches[form] = Pages(data, table)
     batch = batch_of([tokens], device="cuda")
 
-    def choose() -> Tensor:
-        return msa_ops.index_topk(index_q, index, batch, CONFIG)
-
-    def attend(form: str) -> Tensor:
-        return triton_msa.attend(q, caches[form], work.chosen, batch, scale)[0]
+    def choose(queries: Tensor) -> Tensor:
+        return msa_ops.index_topk(queries, index, batch, CONFIG)
 
     def timed(calls: list[Callable[[], Any]]) -> float:
         return formats.time_cuda(calls[0], repeat) * 1e6
 
     # Keys that are seen: of the own block, which always is chosen, those up to the query.
     seen = sum(min(p // BLOCK, TOPK - 1) * BLOCK + p % BLOCK + 1 for p in range(tokens))
-    work = Prefill(q, index_q, caches, index, choose(), {})
-    alike = msa_ops.index_topk(together(index_q), index, batch, CONFIG)
     head = {"tokens": tokens, "format": "bf16"}
-    yield head | {"name": "choice", "us": timed([choose])}
+    yield head | {"name": "choice", "us": timed([partial(choose, index_q)])}
     for form in FORMATS:
-        work.out[form] = attend(form)
         head = {"tokens": tokens, "format": form}
-        us = timed([partial(attend, form)])
-        yield head | {"name": "prefill", "us": us, "tflop_s": 4 * HEADS * DIM * seen / us / 1e6}
-        yield from beside(head, "prefill", (q, caches[form], work.chosen, batch, scale), alike, False, timed, equal)
-        for peer in peers:
-            yield from lines(head | {"peer": peer.name}, peer.prefill, (work, form), timed)
+        for kind, queries in zip(KINDS, (index_q, together(index_q)), strict=True):
+            call = (q, caches[form], choose(queries), batch, scale)
+            work = Prefill(q, queries, caches, index, call[2], {form: triton_msa.attend(*call)[0]})
+            us = timed([partial(triton_msa.attend, *call)])
+            yield head | {"name": "prefill" + kind, "us": us, "tflop_s": 4 * HEADS * DIM * seen / us / 1e6}
+            yield from in_triton(head, "prefill", kind, call, False, timed, equal)
+            for peer in peers:
+                for line in lines(head | {"peer": peer.name}, peer.prefill, (work, form), timed):
+                    yield line | {"name": line["name"] + kind}
 
 
 def training(tokens: int, equal: dict[str, bool], repeat: int = 5) -> Iterator[dict[str, Any]]:
     """One sequence: forward over packed bf16 keys, with the sums that gradients need, and all gradients.
 
-    That is what a trainer reads whatever the cache's format: K and V go through the format and come back in bf16. Keys are random:
-    neighbouring queries share no more blocks than chance has it.
+    That is what a trainer reads whatever the cache's format: K and V go through the format and come back in bf16. Keys are random. Forward
+    has its lines twice, as prefill has; gradients are those of the choices that neighbours share no more than chance has it.
     """
     from . import triton_msa
-    from .bench_prefill import beside, together
+    from .bench_prefill import KINDS, in_triton, together
     from .triton_msa_backward import gradients
 
     g = torch.Generator("cuda").manual_seed(0)
@@ -244,22 +215,20 @@ def training(tokens: int, equal: dict[str, bool], repeat: int = 5) -> Iterator[d
     packed = Packed(k, v, batch.start[:1], tokens // BLOCK)
     index = packed._replace(keys=index_k, values=None)
     scale = msa_ops.default_scale()
-    chosen = msa_ops.index_topk(index_q, index, batch, CONFIG)
-    out, lse = triton_msa.attend(q, packed, chosen, batch, scale, lse=True)
-    saved = (normal(tokens, HEADS, DIM), q, k, v, out, lse, chosen, batch.start, batch.request, batch.position, scale)
-    calls: dict[str, Callable[[], Any]] = {
-        "training forward": lambda: triton_msa.attend(q, packed, chosen, batch, scale, lse=True),
-        "backward": lambda: gradients(*saved),
-    }
-    for name, call in calls.items():
-        yield {"tokens": tokens, "format": "bf16", "name": name, "us": formats.time_cuda(call, repeat) * 1e6}
-    alike = msa_ops.index_topk(together(index_q), index, batch, CONFIG)
+    head = {"tokens": tokens, "format": "bf16"}
 
     def timed(calls: list[Callable[[], Any]]) -> float:
         return formats.time_cuda(calls[0], repeat) * 1e6
 
-    head = {"tokens": tokens, "format": "bf16"}
-    yield from beside(head, "training forward", (q, packed, chosen, batch, scale), alike, True, timed, equal)
+    for kind, queries in zip(KINDS, (index_q, together(index_q)), strict=True):
+        call = (q, packed, msa_ops.index_topk(queries, index, batch, CONFIG), batch, scale)
+        yield head | {"name": "training forward" + kind, "us": timed([partial(triton_msa.attend, *call, lse=True)])}
+        yield from in_triton(head, "training forward", kind, call, True, timed, equal)
+        if not kind:
+            out, lse = triton_msa.attend(*call, lse=True)
+            saved = (normal(tokens, HEADS, DIM), q, k, v, out, lse, call[2], batch.start, batch.request, batch.position, scale)
+            yield head | {"name": "backward", "us": timed([partial(gradients, *saved)])}
+            del out, lse, saved
 
 
 class Case:

@@ -1,7 +1,8 @@
-"""Lines of the CUDA prefill kernel for `bench_msa`: beside the Triton kernel, with its queries, keys and choices, in the same process.
+"""Attention of many queries for `bench_msa`: choices that neighbours share, and the Triton kernel beside the one in CUDA C++.
 
-Each line says whether its bits are the Triton kernel's. Choices are those of the benchmark, at random for each query, and some that
-neighbours share: every 64 queries choose by the index query of the first.
+Random choices are those of each query by itself, as random keys have it. `alike`: every 64 queries choose by the index query of the first.
+Where attention goes to `cuda_prefill`, the Triton kernel has a line of its own, with the same queries, keys and choices in the same
+process, and it is told whether their bits are equal.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from . import cuda_module, cuda_prefill, triton_msa
 from .msa_ops import Batch, Packed, Pages
 
 TOGETHER = 64  # queries with one choice
+KINDS = ("", ", alike")  # of choices, at the end of a line's name
 
 
 def together(index_q: Tensor) -> Tensor:
@@ -24,36 +26,27 @@ def together(index_q: Tensor) -> Tensor:
     return index_q[::TOGETHER].repeat_interleave(TOGETHER, 0)[: len(index_q)].contiguous()
 
 
-def beside(
+def in_triton(
     head: dict[str, Any],
     name: str,
+    kind: str,
     call: tuple[Tensor, Pages | Packed, Tensor, Batch, float],
-    alike: Tensor,
     lse: bool,
     timed: Callable[[list[Callable[[], Any]]], float],
     equal: dict[str, bool],
 ) -> Iterator[dict[str, Any]]:
-    """`name` in CUDA; then both kernels with the choices `alike`. `equal` is told of every comparison.
+    """The Triton kernel's line of `name` with choices of `kind`, if attention goes elsewhere; `equal` is told of the bits.
 
     Args:
         call: arguments of `attend`: queries, cache, choices, batch, scale. timed: microseconds of calls.
     """
-    q, cache, chosen, batch, scale = call
-    if reason := cuda_module.absence(q.device):
-        yield head | {"name": f"{name}, CUDA", "error": reason}
+    q, cache, chosen, _, _ = call
+    if not cuda_prefill.takes(q, cache, chosen):
         return
-    for kind, blocks in (("", chosen), (", alike", alike)):
-        args = (q, cache, blocks, batch, scale, lse)
-        want = triton_msa.attend(*args)
-        if kind:
-            yield head | {"name": name + kind, "us": timed([partial(triton_msa.attend, *args)])}
-        line = head | {"name": f"{name}, CUDA{kind}"}
-        try:
-            have = cuda_prefill.attend(*args)
-            same = all(a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(have, want, strict=True))
-            equal[f"{line['name']} {head['format']}"] = same
-            line["us"] = timed([partial(cuda_prefill.attend, *args)])
-        except (RuntimeError, ImportError, OSError, ValueError) as error:  # of this kernel, which nothing else depends on
-            line["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
-            equal[f"{line['name']} {head['format']}"] = False
-        yield line
+    if reason := cuda_module.absence(q.device):
+        yield head | {"name": f"{name}, CUDA{kind}", "error": reason}
+        return
+    have, want = triton_msa.attend(*call, lse=lse), triton_msa.attend_in_triton(*call, lse=lse)
+    same = all(a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(have, want, strict=True))
+    equal[f"{name}, CUDA{kind} {head['format']}"] = same
+    yield head | {"name": f"{name}, Triton{kind}", "us": timed([partial(triton_msa.attend_in_triton, *call, lse=lse)])}

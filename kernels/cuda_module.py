@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from torch import Tensor
 Defines = tuple[tuple[str, int], ...]
 FOLDER = Path(__file__).parent
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-CLUSTER_DIMENSION, STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID; the latter is the programmatic one
 
 
 class Launch(NamedTuple):
@@ -29,20 +27,31 @@ class Launch(NamedTuple):
     grid: int
     threads: int  # of a block
     shared: int  # bytes of dynamic shared memory
-    cluster: int = 1  # blocks; more than one where the kernel has no `__cluster_dims__` of its own
-    early: bool = False  # while the kernel before it ends (programmatic dependent launch); the kernel must wait by itself
 
 
 def absence(device: torch.device) -> str | None:
     """Why kernels for Hopper cannot run on a device, in one line; None where they can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs a Hopper GPU"
-    return None if _bindings_found() else "needs cuda.bindings"
+    return _compiler_absence()
 
 
 @functools.cache
-def _bindings_found() -> bool:
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+def _compiler_absence() -> str | None:
+    """Why there is no NVRTC, in one line."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        return f"needs cuda.bindings: {_line(error)}"
+    try:
+        _checked(nvrtc.nvrtcVersion())
+    except (RuntimeError, OSError) as error:  # of loading the library: nothing is compiled here
+        return f"needs NVRTC: {_line(error)}"
+    return None
+
+
+def _line(error: Exception) -> str:
+    return str(error).split("\n")[0]
 
 
 @functools.cache
@@ -92,25 +101,6 @@ def _loaded(source: str, name: str, defines: Defines, arch: str, device: int, sh
     return function
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with the values that are used here: three sizes or a flag."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
 def launch(source: str, name: str, defines: Defines, how: Launch, arguments: Sequence[tuple[Any, Any]], arch: str = "sm_90a") -> None:
     """Launch kernel `name` on the current device and torch's current stream.
 
@@ -120,17 +110,10 @@ def launch(source: str, name: str, defines: Defines, how: Launch, arguments: Seq
     Raises `RuntimeError` with the name of the driver's error.
     """
     function = _loaded(source, name, defines, arch, torch.cuda.current_device(), how.shared)
-    attributes = []
-    if how.cluster > 1:
-        attributes.append(_Attribute(CLUSTER_DIMENSION, b"", (how.cluster, 1, 1)))
-    if how.early:
-        attributes.append(_Attribute(STREAM_SERIALIZATION, b"", (1,)))
-    listed = (_Attribute * max(1, len(attributes)))(*attributes)
-    stream = torch.cuda.current_stream().cuda_stream
-    config = _Config((how.grid, 1, 1), (how.threads, 1, 1), how.shared, stream, listed, len(attributes))
     held = as_ctypes(arguments)
     parameters = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
-    _call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
+    sizes = (ctypes.c_uint(n) for n in (how.grid, 1, 1, how.threads, 1, 1, how.shared))
+    _call("cuLaunchKernel", function, *sizes, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), parameters, None)
 
 
 def as_ctypes(arguments: Sequence[tuple[Any, Any]]) -> list[Any]:

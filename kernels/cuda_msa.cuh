@@ -1,7 +1,5 @@
-// Arithmetic of MSA attention, operation for operation that of the Triton kernels (`triton_msa_tiles`, `triton_msa_attend`), in decode and
-// in prefill.
+// Arithmetic of MSA attention over bf16, operation for operation that of the Triton kernels (`triton_msa_tiles`, `triton_msa_attend`).
 //
-// ROUNDED, a define: NVFP4 is read as E4M3.
 // SAMEBITS_HOST is defined where a C++ compiler for a CPU reads this, after plain operations with the names of `cuda_sm90.cuh`.
 #pragma once
 #ifndef SAMEBITS_HOST
@@ -36,51 +34,10 @@ DEVICE float log2_of(float x) {
     return result;
 }
 
-// Bits 4 to 11 of E4M3 scales in both halves to bf16 values times 2^119.
-DEVICE u32 scale_values(u32 bits) { return mul_bf16x2(mul_bf16x2(bits, 0x7B807B80u), 0x7B007B00u); }
-
-// E4M3 bytes, the high ones of halves, times 2^-120.
-DEVICE u32 e4m3_values(u32 x) { return ((x >> 4) & 0x07F007F0u) | (x & 0x80008000u); }
-
-// bf16 values * 2^-7 rounded to E4M3, as values * 2^-7 again.
-DEVICE u32 round_e4m3(u32 x) {
-    float high = mul(as_float(x & 0xFFFF0000u), 128.0f), low = mul(as_float(x << 16), 128.0f);
-    u32 e = e4m3x2(low, high);
-    return mul_bf16x2(e4m3_values(permute(e, e, 0x1100)), 0x78007800u);
-}
-
-// A word of eight E2M1 codes as pairs (code i, code i + 4) * 2^-7, under the scales of both halves: see `triton_msa_tiles`.
-// mixed: by fewer logic instructions and more multiplications.
-template <bool mixed>
-DEVICE void decode_e2m1(u32 (&y)[4], u32 x, u32 scales) {
-    const u32 places = 0x81C081C0u;
-    if (mixed) {
-        u32 low = x >> 6, signs = x & 0x80808080u;
-        y[0] = times(x & 0x000F000Fu, 0x1040) & places;
-        y[1] = either(times(x, 4), times(signs, 256), 0x01C001C0u);
-        y[2] = times(low & 0x003C003Cu, 0x410) & places;
-        y[3] = either(low, signs, 0x01C001C0u);
-    } else {
-        u32 high = x >> 8;
-        y[0] = times(x & 0x000F000Fu, 0x1040) & places;
-        y[1] = times(x & 0x00F000F0u, 0x104) & places;
-        y[2] = times(high & 0x000F000Fu, 0x1040) & places;
-        y[3] = times(high & 0x00F000F0u, 0x104) & places;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        y[i] = mul_bf16x2(y[i], scales);
-        if (ROUNDED) y[i] = round_e4m3(y[i]);
-    }
-}
-
 // Weight of a key. `origin`: less the largest score of the set, times `factor`.
 DEVICE float weight(float score, float factor, float origin) { return exp2_approx(fused(score, factor, origin)); }
 
-// Weights of NVFP4's values, which lack 2^7.
-DEVICE u32 times_128(u32 weights) { return mul_bf16x2(weights, 0x43004300u); }
-
-// Sums of weights are trees: of the eight steps of 16 keys of a block, or of a block's quarters.
+// Sums of weights are trees of the eight steps of 16 keys of a block.
 DEVICE float sum_of_four(float a, float b, float c, float d) { return add(add(a, b), add(c, d)); }
 
 struct Shares {

@@ -1,10 +1,9 @@
 // MSA attention of many queries, forward, for Hopper (sm_90a): the bits of `triton_msa_attend.attend_kernel`.
 //
 // A tile is TOKENS neighbouring query tokens and one KV head. Its blocks are the union of what its tokens chose, walked in ascending
-// order; each is brought to shared memory once, whatever the number of tokens that chose it. Eight warps own PER_WARP tokens each and take
-// part only in blocks that one of theirs chose; they may be as far apart as the ring of STAGES tiles (K or V of a block) allows. Four more
-// warps fill the ring: bf16 rows come by TMA, NVFP4 and E4M3 are decoded by these warps, once for the tile.
-// Of CLUSTER blocks of threads each has its own tokens, all walk the union of all, and each brings its share of a tile to all of them.
+// order; each is brought to shared memory once, whatever the number of tokens that chose it. Eight warps own a token each and take part
+// only in blocks that it chose; they may be as far apart as the ring of STAGES tiles (K or V of a block) allows. Four more warps fill the
+// ring by TMA.
 //
 // Order of sums. Everything about a token happens in one warp, in the order of the Triton kernel: scores over k-steps 0 to 7 (labels of
 // `triton_msa_tiles`, the same elements in the same register of the same lane), weighted values over steps of 16 keys, sums of weights for
@@ -18,7 +17,7 @@
 // Barriers. `full` has one mbarrier a tile of the walk, used once, so that a warp may pass over what it does not take part in.
 // `empty` has one a stage; who fills it arrives for all warps that take no part.
 
-#include "cuda_prefill_fill.cuh"
+#include "cuda_walk.cuh"
 
 namespace samebits {
 
@@ -83,13 +82,8 @@ DEVICE void score(float (&s)[16][4], u32 tile, u32 query, int lane) {
         for (int n = 0; n < 16; n++) {
             u32 x[4];
             load_shared(x, (rows[n & 1] ^ (w << 4)) + (n >> 1) * 2048);
-            if (FORMAT != BF16) {  // decoded as pairs (i, i + 4)
-                mma(s[n], a[0], x[0], x[1]);
-                mma(s[n], a[1], x[2], x[3]);
-            } else {
-                mma(s[n], a[0], permute(x[0], x[2], 0x5410), permute(x[0], x[2], 0x7632));
-                mma(s[n], a[1], permute(x[1], x[3], 0x5410), permute(x[1], x[3], 0x7632));
-            }
+            mma(s[n], a[0], permute(x[0], x[2], 0x5410), permute(x[0], x[2], 0x7632));
+            mma(s[n], a[1], permute(x[1], x[3], 0x5410), permute(x[1], x[3], 0x7632));
         }
     }
 }
@@ -127,7 +121,6 @@ DEVICE void weigh(u32 (&weights)[16][2], State& block, float (&s)[16][4], float 
                 float b = weight(s[n][2 * row + 1], factor, origin[row]);
                 pair[step] = add(a, b);
                 weights[n][row] = pack_bf16(a, b);
-                if (FORMAT == NVFP4) weights[n][row] = times_128(weights[n][row]);
             }
             block.sums[row][half] = add(sum_of_four(pair[0], pair[1], pair[2], pair[3]), sum_of_four(pair[4], pair[5], pair[6], pair[7]));
         }
@@ -144,7 +137,7 @@ DEVICE void weighted(float (&y)[8][4], const u32 (&weights)[16][2], u32 tile, in
 #pragma unroll
     for (int step = 0; step < 8; step++) {
         u32 a[4] = {weights[2 * step][0], weights[2 * step][1], weights[2 * step + 1][0], weights[2 * step + 1][1]};
-        u32 seen[2] = {NOBODY, NOBODY};
+        u32 seen[2] = {ALL, ALL};
         if (MASKED) {
 #pragma unroll
             for (int w = 0; w < 2; w++) {
@@ -169,7 +162,6 @@ DEVICE void weighted(float (&y)[8][4], const u32 (&weights)[16][2], u32 tile, in
 struct Output {
     u16* out;    // [tokens, G * HEADS, 128]
     float* lse;  // [tokens, G * HEADS]
-    float* kept; // weighted values of a warp's tokens, those of groups that are over: [grid][OWN][16][32][4]; none where PER_WARP is 1
 };
 
 // `_finish`.
@@ -191,41 +183,25 @@ DEVICE void finish(const Output& output, const State& x, const float (&values)[1
 #pragma unroll
         for (int n = 0; n < 16; n++) {
             u32 two = finished(values[n][2 * r], values[n][2 * r + 1], inverse);
-            if (FORMAT == BF16) {
-                *(u32*)(out + 8 * n + 2 * t) = two;
-            } else {  // pairs (i, i + 4), as decoded
-                out[8 * n + t] = (u16)two;
-                out[8 * n + t + 4] = (u16)(two >> 16);
-            }
+            *(u32*)(out + 8 * n + 2 * t) = two;
         }
         if (LSE && t == 0) output.lse[row * HEADS + head] = log_of_sum(x.top[r], total);
     }
 }
 
-// The results of a group of blocks into those of all groups before it; `first`: there is none before.
-DEVICE void join_group(u32 state, float (&all_values)[16][4], State& group, float (&values)[16][4], float* kept, bool first) {
+// The results of a group of blocks into those of all groups before it.
+DEVICE void join_group(u32 state, float (&all_values)[16][4], State& group, float (&values)[16][4]) {
     Shares shares[2];
     State all = load_state(state);
     join(all, group, shares);
     store_state(state, all);
 #pragma unroll
-    for (int n = 0; n < 16; n++) {
-        float before[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (PER_WARP > 1) {
-            if (!first) load_kept(before, kept + n * 128);
-        }
+    for (int n = 0; n < 16; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float x = PER_WARP > 1 ? before[i] : all_values[n][i];
-            x = joined(shares[i >> 1], x, values[n][i]);
-            if (PER_WARP > 1)
-                before[i] = x;
-            else
-                all_values[n][i] = x;
+            all_values[n][i] = joined(shares[i >> 1], all_values[n][i], values[n][i]);
             values[n][i] = 0.0f;
         }
-        if (PER_WARP > 1) store_kept(kept + n * 128, before);
-    }
     clear(group);
 }
 
@@ -251,133 +227,88 @@ DEVICE void load_queries(u32 to, const u16* query, u64 row, int lane) {
     }
 }
 
-// A warp's tokens over a tile's walk.
+// A warp's token over a tile's walk.
 DEVICE void attend(u8* memory, const Batch& batch, const Output& output, const u16* query, float factor, int count, int first_token, int head,
-                   int rank, int warp, int lane) {
+                   int warp, int lane) {
     u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
     const u32* mask = (const u32*)(memory + AT_MASK);
     const int* block = (const int*)(memory + AT_BLOCK);
-    const int* position = (const int*)(memory + AT_POSITION) + rank * OWN + warp * PER_WARP;
-    u32 queries = stages + AT_QUERY + warp * PER_WARP * QUERY;
-    int own = rank * OWN + warp * PER_WARP, token = first_token + own;
-    float* kept = output.kept + ((u64)block_index() * OWN + warp * PER_WARP) * 2048 + lane * 4;
-    u32 state = stages + AT_STATE + warp * PER_WARP * KEPT_STATE + lane * 4;  // of all groups that are over
-    State group[PER_WARP];
-    float values[PER_WARP][16][4], all_values[16][4];  // the latter where PER_WARP is 1
-    int places[PER_WARP];
+    const int* position = (const int*)(memory + AT_POSITION) + warp;
+    u32 queries = stages + AT_QUERY + warp * QUERY;
+    int token = first_token + warp, places = 0;
+    u32 state = stages + AT_STATE + warp * KEPT_STATE + lane * 4;  // of all groups that are over
+    State group;
+    float values[16][4], all_values[16][4];
+    clear(group);
+    store_state(state, group);
 #pragma unroll
-    for (int i = 0; i < PER_WARP; i++) {
-        clear(group[i]);
-        store_state(state + i * KEPT_STATE, group[i]);
-        places[i] = 0;
-#pragma unroll
-        for (int n = 0; n < 64; n++) values[i][n / 4][n % 4] = all_values[n / 4][n % 4] = 0.0f;
-        if (token + i < batch.tokens) load_queries(queries + i * QUERY, query, (u64)(token + i) * G + head, lane);
-    }
+    for (int n = 0; n < 64; n++) values[n / 4][n % 4] = all_values[n / 4][n % 4] = 0.0f;
+    if (token < batch.tokens) load_queries(queries, query, (u64)token * G + head, lane);
     warp_sync();
     for (int base = 0; base < count; base += 32) {
-        u32 mine = base + lane < count ? (mask[base + lane] >> own) & ((1u << PER_WARP) - 1) : 0;
+        u32 mine = base + lane < count ? (mask[base + lane] >> warp) & 1 : 0;
         for (u32 some = ballot(mine != 0); some; some &= some - 1) {
-            int p = base + first_bit(some), key_stage = 2 * p % STAGES, value_stage = (2 * p + 1) % STAGES;
-            u32 who = shuffle(mine, p - base);
-            u32 keys = stages + key_stage * STAGE, value_tile = stages + value_stage * STAGE;
+            int p = base + first_bit(some);
+            u32 keys = stages + 2 * p % STAGES * STAGE, value_tile = stages + (2 * p + 1) % STAGES * STAGE;
             barrier_wait(full + 16 * p, 0);
-#pragma unroll 1
-            for (int i = 0; i < PER_WARP; i++) {
-                if (PER_WARP > 1 && !(who >> i & 1)) continue;
-                int limit = position[i] + 1 - 128 * block[p];
-                u32 weights[16][2];
-                State found;
-                {
-                    float s[16][4];
-                    score(s, keys, queries + i * QUERY, lane);
-                    if (!(who >> i >> 1)) release(empty, 2 * p, lane);
-                    weigh(weights, found, s, factor, limit, lane);
-                }
-                Shares shares[2];
-                if (PER_WARP > 1 && i)
-                    join(group[PER_WARP - 1], found, shares);
+            int limit = *position + 1 - 128 * block[p];
+            u32 weights[16][2];
+            State found;
+            {
+                float s[16][4];
+                score(s, keys, queries, lane);
+                release(empty, 2 * p, lane);
+                weigh(weights, found, s, factor, limit, lane);
+            }
+            Shares shares[2];
+            join(group, found, shares);
+            barrier_wait(full + 16 * p + 8, 0);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float y[8][4];
+                if (limit < 128)
+                    weighted<true>(y, weights, value_tile, half, limit, lane);
                 else
-                    join(group[0], found, shares);
-                barrier_wait(full + 16 * p + 8, 0);
+                    weighted<false>(y, weights, value_tile, half, limit, lane);
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    float y[8][4];
-                    if (limit < 128)
-                        weighted<true>(y, weights, value_tile, half, limit, lane);
-                    else
-                        weighted<false>(y, weights, value_tile, half, limit, lane);
-                    if (PER_WARP > 1 && i) {
-#pragma unroll
-                        for (int n = 0; n < 32; n++) {
-                            float& x = values[PER_WARP - 1][8 * half + n / 4][n % 4];
-                            x = joined(shares[n % 4 >> 1], x, y[n / 4][n % 4]);
-                        }
-                    } else {
-#pragma unroll
-                        for (int n = 0; n < 32; n++) {
-                            float& x = values[0][8 * half + n / 4][n % 4];
-                            x = joined(shares[n % 4 >> 1], x, y[n / 4][n % 4]);
-                        }
-                    }
-                }
-                if (!(who >> i >> 1)) release(empty, 2 * p + 1, lane);
-                if (PER_WARP > 1 && i) {
-                    if (++places[PER_WARP - 1] % GROUP == 0)
-                        join_group(state + (PER_WARP - 1) * KEPT_STATE, all_values, group[PER_WARP - 1], values[PER_WARP - 1],
-                                   kept + (PER_WARP - 1) * 2048, places[PER_WARP - 1] == GROUP);
-                } else if (++places[0] % GROUP == 0) {
-                    join_group(state, all_values, group[0], values[0], kept, places[0] == GROUP);
+                for (int n = 0; n < 32; n++) {
+                    float& x = values[8 * half + n / 4][n % 4];
+                    x = joined(shares[n % 4 >> 1], x, y[n / 4][n % 4]);
                 }
             }
+            release(empty, 2 * p + 1, lane);
+            if (++places % GROUP == 0) join_group(state, all_values, group, values);
         }
     }
-#pragma unroll
-    for (int i = 0; i < PER_WARP; i++) {
-        if (token + i >= batch.tokens) continue;
-        // A group that is not whole; an empty one would change nothing but the sign of zeros, which `finish` does not see.
-        if (places[i] % GROUP) join_group(state + i * KEPT_STATE, all_values, group[i], values[i], kept + i * 2048, places[i] < GROUP);
-        if (PER_WARP > 1) {
-#pragma unroll
-            for (int n = 0; n < 16; n++) {
-                if (places[i])
-                    load_kept(all_values[n], kept + i * 2048 + n * 128);
-                else
-                    all_values[n][0] = all_values[n][1] = all_values[n][2] = all_values[n][3] = 0.0f;
-            }
-        }
-        finish(output, load_state(state + i * KEPT_STATE), all_values, (u64)(token + i) * G + head, lane);
-    }
+    if (token >= batch.tokens) return;
+    // A group that is not whole; an empty one would change nothing but the sign of zeros, which `finish` does not see.
+    if (places % GROUP) join_group(state, all_values, group, values);
+    finish(output, load_state(state), all_values, (u64)token * G + head, lane);
 }
 
-KERNEL(THREADS) prefill_kernel(PARAM TensorMap keys_map, PARAM TensorMap values_map, const u8* pages, const u16* query, const int* table,
-                      const int* request, const int* position, const int* chosen, u16* out, float* lse, float* kept, u64 page_stride,
-                      int table_stride, int tokens, int words, float factor) {
+KERNEL(THREADS) prefill_kernel(PARAM TensorMap keys_map, PARAM TensorMap values_map, const u16* query, const int* table, const int* request,
+                               const int* position, const int* chosen, u16* out, float* lse, int table_stride, int tokens, int words,
+                               float factor) {
     SHARED(memory);
-    int thread = thread_index(), warp = thread >> 5, lane = thread & 31, rank = block_index() % CLUSTER;
+    int thread = thread_index(), warp = thread >> 5, lane = thread & 31;
     Batch batch = {table, request, position, chosen, table_stride, tokens, words};
-    Output output = {out, lse, kept};
-    int tiles = (tokens + TOKENS - 1) / TOKENS, first = block_index() / CLUSTER, step = grid_size() / CLUSTER;
+    Output output = {out, lse};
+    int tiles = (tokens + TOKENS - 1) / TOKENS, first = block_index(), step = grid_size();
     // All tiles of one KV head, then of the next: what is read at a time stays in the L2 cache.
     if (warp < WARPS) {
-        more_registers<MORE>();
+        more_registers<240>();
         for (int tile = first; tile < tiles * G; tile += step) {
             int first_token = tile % tiles * TOKENS, head = tile / tiles;
             int count = lay_out(memory, batch, first_token, head, thread);
-            attend(memory, batch, output, query, factor, count, first_token, head, rank, warp, lane);
+            attend(memory, batch, output, query, factor, count, first_token, head, warp, lane);
             leave(memory, thread);
         }
     } else {
-        fewer_registers<FEWER>();
+        fewer_registers<24>();
         for (int tile = first; tile < tiles * G; tile += step) {
-            int first_token = tile % tiles * TOKENS, head = tile / tiles, filler = warp - WARPS;
+            int first_token = tile % tiles * TOKENS, head = tile / tiles;
             int count = lay_out(memory, batch, first_token, head, thread);
-            if (FORMAT != BF16)
-                fill_decoded(memory, pages, page_stride, count, head, filler, lane);
-            else if (filler < ASKING)
-                fill_rows(memory, &keys_map, &values_map, count, head, rank, filler, lane);
-            else if (filler == ASKING)
-                watch(memory, count, rank, lane);
+            fill_rows(memory, &keys_map, &values_map, count, head, warp - WARPS, lane);
             leave(memory, thread);
         }
     }

@@ -3,33 +3,24 @@
 #ifdef SAMEBITS_HOST
 #include "cuda_shim.h"
 #else
-#include "cuda_prefill_ptx.cuh"
+#include "cuda_sm90.cuh"
 #endif
 #include "cuda_msa.cuh"
-
-#define BF16 0
-#define FP8 1
-#define NVFP4 2
 
 namespace samebits {
 
 constexpr int WARPS = 8, FILLERS = 4, THREADS = 32 * (WARPS + FILLERS);
-constexpr int OWN = WARPS * PER_WARP, TOKENS = OWN * CLUSTER;  // tokens of a block of threads, and of a cluster
-constexpr int POSITIONS = TOKENS * TOPK;                       // blocks of a walk, at most
+constexpr int TOKENS = WARPS, POSITIONS = TOKENS * TOPK;  // of a tile; blocks of its walk, at most
 constexpr u32 SET_OFF = 256, REGION = 16384 + SET_OFF, EVERY_OTHER = 8192 + SET_OFF, STAGE = 33 * 1024, TILE_BYTES = 32768;
 constexpr int QUERY = 4096, KEPT_STATE = 768;  // bytes of a token's queries, and of its state
-constexpr int KEY_ROWS = CLUSTER > 2 ? 128 / CLUSTER : 64;  // of a box of K; of V it has 8
-constexpr u32 SLOT = 9216, CODES = 8192;
-constexpr u32 NOBODY = 0xFFFFFFFFu;
+constexpr u32 ALL = 0xFFFFFFFFu;
 
-static_assert(TOKENS <= 32, "a cluster's tokens are bits of a word");
 static_assert(TOPK % GROUP == 0 && TOPK <= 16, "chosen blocks");
-static_assert(CLUSTER == 1 || FORMAT == BF16, "what is decoded is decoded for one block of threads");
 
 // Offsets in shared memory.
 constexpr u32 AT_QUERY = STAGES * STAGE;
-constexpr u32 AT_STATE = AT_QUERY + OWN * QUERY;        // float [OWN][6][32]: results of groups of blocks, but for values
-constexpr u32 AT_MASK = AT_STATE + OWN * KEPT_STATE;    // u32 [POSITIONS]: tokens of the cluster that chose the block
+constexpr u32 AT_STATE = AT_QUERY + TOKENS * QUERY;     // float [TOKENS][6][32]: results of groups of blocks, but for values
+constexpr u32 AT_MASK = AT_STATE + TOKENS * KEPT_STATE; // u32 [POSITIONS]: tokens that chose the block
 constexpr u32 AT_BLOCK = AT_MASK + 4 * POSITIONS;       // int [POSITIONS]
 constexpr u32 AT_WHERE = AT_BLOCK + 4 * POSITIONS;      // int [POSITIONS]: page, or first key
 constexpr u32 AT_CHOSEN = AT_WHERE + 4 * POSITIONS;     // int [TOKENS][TOPK]
@@ -68,10 +59,10 @@ DEVICE int lay_out(u8* memory, const Batch& batch, int first_token, int head, in
         int b = token < batch.tokens ? batch.chosen[((u64)token * G + head) * TOPK + i % TOPK] : -1;
         chosen[i] = b < batch.words * 32 ? b : -1;
         mask[i] = 0;
-        barrier_init(shared_address(memory + AT_FULL) + 16 * i, FORMAT == BF16 ? 1 : FILLERS);
-        barrier_init(shared_address(memory + AT_FULL) + 16 * i + 8, FORMAT == BF16 ? 1 : FILLERS);
+        barrier_init(shared_address(memory + AT_FULL) + 16 * i, 1);
+        barrier_init(shared_address(memory + AT_FULL) + 16 * i + 8, 1);
     }
-    if (thread < STAGES) barrier_init(shared_address(memory + AT_EMPTY) + 8 * thread, WARPS * CLUSTER);
+    if (thread < STAGES) barrier_init(shared_address(memory + AT_EMPTY) + 8 * thread, WARPS);
     if (thread < TOKENS) {
         int token = first_token + thread;
         request[thread] = token < batch.tokens ? batch.request[token] : -1;
@@ -122,43 +113,58 @@ DEVICE int lay_out(u8* memory, const Batch& batch, int first_token, int head, in
             block_sync();
         }
     }
-    cluster_sync();
+    block_sync();
     return base;
 }
 
 // After a tile: nobody is in it any more.
 DEVICE void leave(u8* memory, int thread) {
-    cluster_sync();
+    block_sync();
     for (int i = thread; i < 2 * POSITIONS; i += THREADS) barrier_end(shared_address(memory + AT_FULL) + 8 * i);
     if (thread < STAGES) barrier_end(shared_address(memory + AT_EMPTY) + 8 * thread);
     block_sync();
-}
-
-// Tokens of one block of threads in a cluster's mask, as if it were the first.
-DEVICE u32 of_rank(u32 mask, int rank) { return OWN == 32 ? mask : (mask >> (rank * OWN)) & ((1u << (OWN & 31)) - 1); }
-
-// Warps that take part in a block; of blocks of threads with none, one that sees to it that the tile has come (`watch`).
-DEVICE u32 takers(u32 mask) {
-    u32 count = 0;
-    for (int rank = 0; rank < CLUSTER; rank++) {
-        u32 own = of_rank(mask, rank);
-        if (PER_WARP == 2) own = (own | own >> 1) & 0x55555555u;
-        count += CLUSTER > 1 && own == 0 ? 1 : bits_of(own);
-    }
-    return count;
 }
 
 // A stage is free, and those who take no part in tile `fill` (2 p for K of block p, 2 p + 1 for V) have left it already.
 DEVICE void take_stage(u32 empty, int fill, u32 mask, bool one) {
     u32 at = empty + 8 * (fill % STAGES);
     if (fill >= STAGES) barrier_wait(at, (fill / STAGES - 1) & 1);
-    u32 absent = WARPS * CLUSTER - takers(mask);
+    u32 absent = WARPS - bits_of(mask);
     if (one && absent) barrier_arrive(at, absent);
 }
 
 DEVICE void release(u32 empty, int fill, int lane) {
     warp_sync();
-    if (lane < CLUSTER) barrier_arrive_at(empty + 8 * (fill % STAGES), lane);
+    if (lane == 0) barrier_arrive(empty + 8 * (fill % STAGES), 1);
+}
+
+// Rows of K and V come by TMA. Boxes of 64 dimensions by 64 keys, or by 8 values, are shared out over warps and their lanes: a warp asks for
+// one after the other.
+DEVICE void fill_rows(u8* memory, const TensorMap* keys, const TensorMap* values, int count, int head, int filler, int lane) {
+    u32 stages = shared_address(memory), full = stages + AT_FULL, empty = stages + AT_EMPTY;
+    const u32* mask = (const u32*)(memory + AT_MASK);
+    const int* where = (const int*)(memory + AT_WHERE);
+    int box = filler + FILLERS * lane, half = box & 1, other = box >> 1;  // dimensions; keys
+    for (int fill = 0; fill < 2 * count; fill++) {
+        int p = fill >> 1, row = PAGED ? 0 : where[p], page = PAGED ? where[p] : 0;
+        u32 at = stages + fill % STAGES * STAGE + half * REGION, barrier = full + 8 * fill;
+        bool one = filler == 0 && lane == 0;
+        take_stage(empty, fill, mask[p], one);
+        if (one) barrier_expect(barrier, TILE_BYTES);
+        if (fill & 1) {
+            if (box < 32)
+                load_box(at + (other & 1) * EVERY_OTHER + (other >> 1) * 1024, values, 64 * half, row + 8 * other, head, page, barrier);
+        } else {
+            if (box < 4) load_box(at + other * 64 * 128, keys, 64 * half, row + 64 * other, head, page, barrier);
+        }
+    }
+}
+
+// Places of 8 dimensions (chunk w of lane t's 32) of a key in a tile of K, and of V.
+DEVICE u32 key_chunk(int key, int t, int w) { return (t >> 1) * REGION + key * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (t >> 1)) & 7)) << 4); }
+DEVICE u32 value_chunk(int key, int t, int w) {
+    int half = t >> 1, other = (key >> 3) & 1;
+    return half * REGION + other * EVERY_OTHER + ((key >> 4) * 8 + (key & 7)) * 128 + ((((t & 1) * 4 + w) ^ ((key + 2 * (half + other)) & 7)) << 4);
 }
 
 }  // namespace samebits

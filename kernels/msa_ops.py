@@ -102,7 +102,7 @@ def sparse_attention(q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Ba
     """Causal attention of every query to its chosen blocks.
 
     Args:
-        q: bf16 [T, H, D]. chosen: int32 [T, G, topk] from `index_topk` (or replayed): block ids, -1 only after them.
+        q: bf16 [T, H, D]. chosen: int32 [T, G, topk] from `index_topk` (or replayed): block ids, ascending, -1 only after them.
         rounded: NVFP4 pages are read as E4M3 (`quant.kv`); other caches hold what they hold. The query is the caller's.
     Returns:
         [T, H, D] in q's dtype. Differentiable in q and the packed keys and values; then every token must be a query.

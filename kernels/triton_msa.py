@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import cuda_prefill
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
 from .triton_msa_attend import ROWS, SUMS, attend_kernel, merge_kernel
@@ -204,7 +205,19 @@ def kv_insert(
 def attend(
     q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False, rounded: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`)."""
+    """(output [T, H, D], fp32 [T, H] log2 of the softmax's sum over scores in powers of two, where `lse`).
+
+    Chosen blocks ascend, then -1, as `index_topk` gives them. Many queries over bf16 go to CUDA C++ on Hopper, with the same bits.
+    """
+    if cuda_prefill.wanted(q, cache, chosen, batch):
+        return cuda_prefill.attend(q, cache, chosen, batch, scale, lse)
+    return attend_in_triton(q, cache, chosen, batch, scale, lse, rounded)
+
+
+def attend_in_triton(
+    q: Tensor, cache: Pages | Packed, chosen: Tensor, batch: Batch, scale: float, lse: bool = False, rounded: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` by the Triton kernels alone."""
     tokens, heads, _ = q.shape
     groups, topk = chosen.shape[1:]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

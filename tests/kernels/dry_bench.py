@@ -23,7 +23,6 @@ from samebits.kernels import (
     bench_rows,
     bench_vllm,
     cuda_module,
-    cuda_prefill,
     triton_msa,
     triton_msa_dense_ops,
     triton_msa_tiles,
@@ -117,7 +116,7 @@ def fewer_programs() -> None:
         return attended
 
     triton_msa.attend, triton_msa_dense_ops.attend = few(triton_msa.attend), few(triton_msa_dense_ops.attend)
-    cuda_module.absence, cuda_prefill.attend = lambda device: None, triton_msa.attend
+    triton_msa.attend_in_triton, cuda_module.absence = few(triton_msa.attend_in_triton), lambda device: None
     triton_msa_backward.gradients = triton_msa_dense_backward.gradients = lambda grad, *rest: None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from samebits.kernels import cuda_prefill, triton_msa, triton_msa_tiles
-from samebits.kernels.cuda_prefill import Variant
 from samebits.kernels.msa_ops import Packed, batch_of
 from tests.support import cuda_shim, ordered_attention
 
@@ -48,7 +47,7 @@ def main() -> None:
     triton_msa.SPLIT = 0  # a program takes all blocks of a query
     want, want_lse = triton_msa.attend(q.float(), packed, chosen, batch, scale, lse=True)
     model, model_lse = ordered_attention.attend(q, packed, chosen, batch, 1.0, torch.exp2, torch.log2)
-    have = cuda_shim.run(cuda_prefill.plan(q, packed, chosen, batch, scale, True, variant=Variant(2, 1, 4), multiprocessors=1))
+    have = cuda_shim.run(cuda_prefill.plan(q, packed, chosen, batch, scale, True, multiprocessors=1))
     if not torch.equal(have.out.float(), want.bfloat16().float()) or not torch.equal(model.float(), want.bfloat16().float()):
         raise SystemExit("output: differs")
     for lse in (have.lse, model_lse):

@@ -129,11 +129,12 @@ def test_attention_has_all_its_lines_in_one_run(dry):
     }
     one = {(n, form, "project and insert, one launch") for n in (512, 1) for form in ("nvfp4", "bf16")}
     apart = {(512, "bf16", "cuBLAS bf16, then vllm insert"), (512, "nvfp4", "cuBLAS bf16, then insert")}
-    names = (", CUDA", ", alike", ", CUDA, alike")
-    beside = {(256, form, f"prefill{n}") for form in ("nvfp4", "fp8", "bf16") for n in names}
-    beside |= {(256, "bf16", f"training forward{n}") for n in names}
+    beside = {(256, form, "prefill, alike") for form in ("nvfp4", "fp8", "bf16")} | {(256, "bf16", "vllm prefill, alike")}
+    names = (", alike", ", Triton", ", Triton, alike")
+    beside |= {(256, "bf16", f"{what}{n}") for what in ("prefill", "training forward") for n in names}
     assert found >= decode | stock | long | one | apart | beside
-    assert len([n for n in dry["msa"]["equal"] if "CUDA" in n]) == 8
+    assert not [name for _, form, name in found if form != "bf16" and "Triton" in name]
+    assert len([n for n in dry["msa"]["equal"] if "CUDA" in n]) == 4
     floors = [line["name"] for line in dry["msa"]["results"] if "context" in line and "floor_us" in line]
     assert floors == ["scores", "attention", "chain"] * 3 and dry["msa"]["copy_gb_s"] == 1000 and dry["msa"]["right"]
     assert {"requests": 1, "context": 256, "format": "fp8", "peer": "vllm", "name": "vllm, all", "error": "ValueError: no E4M3"} in dry[
@@ -144,8 +145,8 @@ def test_attention_has_all_its_lines_in_one_run(dry):
 def test_attention_is_compared_with_what_it_must_beat(dry):
     rows = {(row["name"], row["shape"]): row for row in dry["msa"]["compared"]}
     assert rows["prefill: vllm on bf16 pages over our training forward", "256 tokens"]["at_least"] == 1.5
-    assert rows["prefill: vllm over CUDA, bf16 pages", "256 tokens"]["at_least"] == 1.5
-    assert rows["training forward, alike, bf16: triton over CUDA", "256 tokens"]["ratio"] == 1
+    assert rows["prefill, alike: vllm over ours, bf16 pages", "256 tokens"]["at_least"] == 1.5
+    assert rows["training forward, alike, bf16: Triton over ours", "256 tokens"]["ratio"] == 1
     assert rows["training: backward over forward", "256 tokens"]["at_most"] == 3
     assert ("chain: vllm on bf16 over ours on nvfp4", "1 x 256") in rows
     assert ("bf16 pages: cuBLAS bf16, then vllm insert, over one launch", "512 tokens") in rows
@@ -167,31 +168,27 @@ def test_ratios_are_the_others_time_over_ours():
     }
 
 
-def test_a_cuda_kernel_that_differs_or_fails_is_a_line_and_no_result(monkeypatch):
+def test_a_cuda_kernel_that_differs_is_no_result(monkeypatch):
+    pytest.importorskip("triton")
     import torch
 
     from samebits.kernels import bench_prefill
 
-    outs = iter((torch.ones(2), None, torch.ones(2), None))
-    monkeypatch.setattr(bench_prefill.cuda_module, "absence", lambda device: None)
-    monkeypatch.setattr(bench_prefill.triton_msa, "attend", lambda *args: (torch.zeros(2), None))
-    monkeypatch.setattr(bench_prefill.cuda_prefill, "attend", lambda *args: (next(outs), next(outs)))
-    equal = {}
     call = (torch.zeros(2), None, None, None, 1.0)
-    lines = list(bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal))
-    assert [line["name"] for line in lines] == ["prefill, CUDA", "prefill, alike", "prefill, CUDA, alike"]
-    assert equal == {"prefill, CUDA bf16": False, "prefill, CUDA, alike bf16": False}
-    monkeypatch.setattr(bench_prefill.cuda_prefill, "attend", lambda *args: cuda_fails())
-    assert next(bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal))["error"] == (
-        "RuntimeError: cuLaunchKernelEx: gone"
-    )
+    head, options = {"format": "bf16"}, (True, lambda calls: 1.0)
+    monkeypatch.setattr(bench_prefill.cuda_prefill, "takes", lambda *args: True)
+    monkeypatch.setattr(bench_prefill.cuda_module, "absence", lambda device: None)
+    monkeypatch.setattr(bench_prefill.triton_msa, "attend_in_triton", lambda *args, lse: (torch.zeros(2), torch.ones(1)))
+    for out, log, kind in ((0.0, 1.0, ""), (-0.0, 1.0, ", alike"), (0.0, 2.0, ", alike")):
+        monkeypatch.setattr(bench_prefill.triton_msa, "attend", lambda *args, lse, o=out, x=log: (torch.full((2,), o), torch.full((1,), x)))
+        equal = {}
+        lines = list(bench_prefill.in_triton(head, "prefill", kind, call, *options, equal))
+        assert lines == [head | {"name": f"prefill, Triton{kind}", "us": 1.0}] and equal == {f"prefill, CUDA{kind} bf16": not kind}
     monkeypatch.setattr(bench_prefill.cuda_module, "absence", lambda device: "needs a Hopper GPU")
-    (line,) = bench_prefill.beside({"format": "bf16"}, "prefill", call, None, False, lambda calls: 1.0, equal)
-    assert line == {"format": "bf16", "name": "prefill, CUDA", "error": "needs a Hopper GPU"}
-
-
-def cuda_fails():
-    raise RuntimeError("cuLaunchKernelEx: gone")
+    (line,) = bench_prefill.in_triton(head, "prefill", "", call, *options, equal)
+    assert line == head | {"name": "prefill, CUDA", "error": "needs a Hopper GPU"}
+    monkeypatch.setattr(bench_prefill.cuda_prefill, "takes", lambda *args: False)
+    assert not list(bench_prefill.in_triton(head, "prefill", "", call, *options, equal))
 
 
 def test_the_others_run_to_their_end(dry):

@@ -23,4 +23,5 @@ def test_steps_ask_the_device_nothing_and_compile_nothing_new_when_captured(kv_c
     done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    assert ("cuda_prefill.cu" in found["kernels"]) == (kv_cache == "bfloat16")
     assert set(found["kernels"]) >= KERNELS and found["forks"] > 0

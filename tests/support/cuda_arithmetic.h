@@ -34,8 +34,6 @@ DEVICE float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std:
 DEVICE float exp2_approx(float x) { return flushed(exp2f(flushed(x))); }
 DEVICE int bits_of(u32 x) { return __builtin_popcount(x); }
 DEVICE int first_bit(u32 x) { return __builtin_ffs(x) - 1; }
-DEVICE u32 times(u32 a, u32 b) { return a * b; }
-DEVICE u32 either(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 
 DEVICE float bf16_value(u32 bits) { return as_float(bits << 16); }
 DEVICE u32 bf16_bits(float x) {
@@ -44,20 +42,6 @@ DEVICE u32 bf16_bits(float x) {
     return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
 }
 DEVICE u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
-DEVICE u32 mul_bf16x2(u32 a, u32 b) {
-    return pack_bf16(bf16_value(a & 0xFFFF) * bf16_value(b & 0xFFFF), bf16_value(a >> 16) * bf16_value(b >> 16));
-}
-
-DEVICE u32 e4m3_bits(float x) {  // of finite numbers
-    u32 sign = as_bits(x) >> 24 & 0x80;
-    x = fminf(fabsf(x), 448.0f);
-    if (x < 0.015625f) return sign | (u32)nearbyintf(x * 512.0f);
-    u32 b = as_bits(x);
-    b = (b + 0x7FFFF + (b >> 20 & 1)) >> 20;
-    return sign | (b - (120 << 3));
-}
-DEVICE u32 e4m3x2(float low, float high) { return e4m3_bits(low) | e4m3_bits(high) << 8; }
-
 DEVICE u32 permute(u32 a, u32 b, u32 how) {
     u64 both = (u64)b << 32 | a;
     u32 y = 0;

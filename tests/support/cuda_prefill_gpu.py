@@ -1,16 +1,17 @@
 """The CUDA prefill kernel on a Hopper GPU, bits first and then times: `python -m tests.support.cuda_prefill_gpu [--json FILE]`.
 
-Each format is a process of its own, so that one that fails or hangs leaves the others. All compile and compare at once: every case with the
-Triton kernel, bit for bit, and one case in every variant. Then they are timed one after the other: 32768 tokens of one request, 64 query
-and 4 KV heads, 16 of up to 256 blocks, drawn at random for each token, or for 64 tokens at a time; the Triton kernel in the same process,
-both with the sums that gradients need. Exit status 1 when a bit differs or a process does not end well. With `--dry` all runs on a CPU, in
-small: the shim instead of the kernel, torch in the order of the kernels' sums instead of Triton, no times.
+bf16 pages and packed bf16 keys are a process each, so that one that fails or hangs leaves the other. Both compile and compare at once:
+every case with the Triton kernel, bit for bit. Then they are timed one after the other: the last 32768, 2048 and 512 tokens of a request of
+32768, 64 query and 4 KV heads, 16 of up to 256 blocks, drawn at random for each token, or for 64 tokens at a time; the Triton kernel in the
+same process, both with the sums that gradients need. Exit status 1 when a bit differs or a process does not end well. With `--dry` all runs
+on a CPU, in small: the shim instead of the kernel, torch in the order of the kernels' sums instead of Triton, no times.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import subprocess
@@ -25,19 +26,14 @@ import torch
 from torch import Tensor
 
 from samebits.kernels import cuda_module, cuda_prefill
-from samebits.kernels.cuda_prefill import Variant
 from samebits.kernels.msa_ops import BLOCK, DIM, Batch, Packed, Pages, batch_of
-from samebits.quant import kv
 from tests.support.msa_cases import make, with_weights_that_vanish
 
-FORMS = ("bf16", "packed", "nvfp4", "fp8")
-ROWS = (Variant(2, 1, 4), Variant(2, 2, 4), Variant(2, 1, 3), Variant(1, 1, 5), Variant(1, 2, 5), Variant(1, 4, 5))
-DECODED = (Variant(2, 1, 4), Variant(2, 1, 3), Variant(1, 1, 5), Variant(1, 1, 3))
-VARIANTS = {"bf16": ROWS, "packed": ROWS, "nvfp4": DECODED, "fp8": DECODED[:1]}
+FORMS = ("bf16", "packed")
 TAILS = ([1, 8, 2, 5, 1, 3, 1, 1, 4, 40], [1, 2048, 127, 128, 129, 2049, 2177, 5003, 3968, 2500])
 WHOLE = [4200, 1, 300, 2049, 128, 129, 127, 3000]
 SMALL = ([18, 1, 5], [300, 129, 2200])
-LONG = 32768
+LONG, NEW = 32768, (32768, 2048, 512)
 SCALE = 0.125 * 0.6931471805599453  # times log2(e) a power of two, as the model of `--dry` wants it
 STEP_SECONDS = 60  # that nothing takes
 
@@ -51,7 +47,6 @@ class Asked(NamedTuple):
     batch: Batch
     packed: Packed  # the same values, for the model of `--dry`
     scale: float = SCALE
-    rounded: bool = False
 
 
 def choices(batch: Batch, groups: int, alike: int = 1, seed: int = 0, topk: int = 16) -> Tensor:
@@ -74,12 +69,11 @@ def choices(batch: Batch, groups: int, alike: int = 1, seed: int = 0, topk: int 
 
 
 def cases(form: str, device: str, dry: bool) -> Iterator[tuple[str, Asked]]:
-    """What is compared: ragged requests with tails, whole sequences, choices alike and not, padding, values that vanish, E4M3 reads."""
+    """What is compared: ragged requests with tails, whole sequences, choices alike and not, padding, values that vanish."""
     heads, groups = (12, 1) if dry else (64, 4)
-    pages = "nvfp4" if form == "packed" else form
     shapes = {"tails": SMALL} if dry else {"tails": TAILS, "whole": (WHOLE, WHOLE), "chunk": ([2100, 3], [5003, 64])}
     for seed, (name, (new, total)) in enumerate(shapes.items()):
-        case = make(new, total, pages, groups=groups, heads=heads, seed=seed, device=device)
+        case = make(new, total, "bf16", groups=groups, heads=heads, seed=seed, device=device)
         cache = case.packed if form == "packed" else case.cache
         for alike in (1, 64):
             chosen = choices(case.batch, groups, alike, seed)
@@ -89,34 +83,27 @@ def cases(form: str, device: str, dry: bool) -> Iterator[tuple[str, Asked]]:
             position = torch.where(torch.arange(len(case.q), device=device) % 5 == 3, -1, case.batch.position)
             batch = case.batch._replace(position=position)
             yield "padding", asked._replace(batch=batch, chosen=choices(batch, groups))
-            if form == "nvfp4" and not dry:
-                yield "read as E4M3", asked._replace(rounded=True)
-    if form in ("nvfp4", "packed") and not dry:
+    if form == "packed" and not dry:
         total = [2500, 129, 700]
         case, held = with_weights_that_vanish(make(total, total, "nvfp4", groups=groups, heads=heads, seed=12, device=device), total)
-        cache = held[False] if form == "packed" else case.cache
-        yield "weights that vanish", Asked(case.q, cache, choices(case.batch, groups, 1, 3), case.batch, held[False], 0.5)
+        yield "weights that vanish", Asked(case.q, held[False], choices(case.batch, groups, 1, 3), case.batch, held[False], 0.5)
 
 
-def long_case(form: str, tokens: int, alike: int, device: str) -> Asked:
-    """What is timed."""
+def long_case(form: str, new: int, alike: int, device: str) -> Asked:
+    """What is timed: the last `new` tokens of LONG."""
     g = torch.Generator(device).manual_seed(0)
-    heads, groups, blocks = 64, 4, tokens // BLOCK
-    q = torch.randn(tokens, heads, DIM, generator=g, device=device).bfloat16()
-    table = torch.randperm(blocks, generator=g, device=device).int()[None]
-    batch = batch_of([tokens], device=device)
-    if form == "nvfp4":
-        data = torch.randint(0, 256, kv.page_shape(blocks, groups, DIM), generator=g, device=device, dtype=torch.uint8)
-        scales = data.view(*data.shape[:-2], -1)[..., BLOCK * DIM // 2 :]
-        scales.copy_(scales % 32 + 0x20)
-        cache = Pages(data, table)
-    elif form == "packed":
-        k, v = (torch.randn(tokens, groups, DIM, generator=g, device=device).bfloat16() for _ in range(2))
-        cache = Packed(k, v, batch.start[:1], blocks)
-    else:
-        data = torch.randn(blocks, groups, BLOCK, 2 * DIM, generator=g, device=device)
-        cache = Pages(data.to(torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn), table)
-    return Asked(q, cache, choices(batch, groups, alike), batch, Packed(q, q, batch.start, 0), DIM**-0.5)
+    heads, groups, blocks = 64, 4, LONG // BLOCK
+    q = torch.randn(new, heads, DIM, generator=g, device=device).bfloat16()
+    batch = batch_of([new], [LONG], device)
+    k, v = (torch.randn(LONG, groups, DIM, generator=g, device=device).bfloat16() for _ in range(2))
+    packed = Packed(k, v, batch.start[:1], blocks)
+    cache = packed
+    if form == "bf16":
+        place = torch.randperm(blocks, generator=g, device=device)
+        pages = torch.empty(blocks, groups, BLOCK, 2 * DIM, dtype=torch.bfloat16, device=device)
+        pages[place] = torch.cat((k, v), -1).view(blocks, BLOCK, groups, 2 * DIM).transpose(1, 2)
+        cache = Pages(pages, place.int()[None])
+    return Asked(q, cache, choices(batch, groups, alike), batch, packed, DIM**-0.5)
 
 
 class OnGPU:
@@ -130,13 +117,13 @@ class OnGPU:
 
         split, triton_msa.SPLIT = triton_msa.SPLIT, 0
         try:
-            return triton_msa.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True, asked.rounded)
+            return triton_msa.attend_in_triton(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True)
         finally:
             triton_msa.SPLIT = split
 
-    def ours(self, asked: Asked, variant: Variant | None = None) -> tuple[Tensor, Tensor]:
+    def ours(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """CUDA."""
-        return cuda_prefill.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True, asked.rounded, variant)
+        return cuda_prefill.attend(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True)
 
     def compile(self, wanted: list[cuda_module.Defines]) -> None:
         """All at once."""
@@ -163,20 +150,18 @@ class OnCPU:
         """The model."""
         from tests.support import cuda_shim, ordered_attention
 
-        plan = self._plan(asked, None)
+        plan = self._plan(asked)
         functions = [lambda x, i=i: cuda_shim.functions(plan, x)[i] for i in range(2)]
         return ordered_attention.attend(asked.q, asked.packed, asked.chosen, asked.batch, 0.125, *functions)
 
-    def ours(self, asked: Asked, variant: Variant | None = None) -> tuple[Tensor, Tensor]:
+    def ours(self, asked: Asked) -> tuple[Tensor, Tensor]:
         """The shim."""
         from tests.support import cuda_shim
 
-        return cuda_shim.run(self._plan(asked, variant))[:2]
+        return cuda_shim.run(self._plan(asked))[:2]
 
-    def _plan(self, asked: Asked, variant: Variant | None) -> cuda_prefill.Plan:
-        return cuda_prefill.plan(
-            asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True, asked.rounded, variant, multiprocessors=4
-        )
+    def _plan(self, asked: Asked) -> cuda_prefill.Plan:
+        return cuda_prefill.plan(asked.q, asked.cache, asked.chosen, asked.batch, asked.scale, True, multiprocessors=4)
 
     def compile(self, wanted: list[cuda_module.Defines]) -> None:
         """Nothing: the shim does."""
@@ -223,49 +208,31 @@ def child(form: str, dry: bool) -> None:
     """Bits of one format; after a line on standard input its times."""
     run = OnCPU() if dry else OnGPU()
     asked = list(cases(form, run.device, dry))
-    variants = VARIANTS[form][:2] if dry else VARIANTS[form]
-    first = asked[0][1]
-
-    def defines(one: Asked, variant: Variant | None) -> cuda_module.Defines:
-        return cuda_prefill.plan(one.q, one.cache, one.chosen, one.batch, one.scale, True, one.rounded, variant).defines
-
     began = time.monotonic()
-    wanted = [defines(first, v) for v in variants] + [defines(a, None) for _, a in asked]
-    run.compile(list(dict.fromkeys(wanted)))
+    plans = (cuda_prefill.plan(one.q, one.cache, one.chosen, one.batch, one.scale, True) for _, one in asked)
+    run.compile(list(dict.fromkeys(plan.defines for plan in plans)))
     say(compiled=round(time.monotonic() - began, 1))
-
-    def compare(name: str, one: Asked, variant: Variant | None = None) -> None:
+    for name, one in asked:
         timer = watched(STEP_SECONDS, f"{form}, {name}")
         want = run.reference(one)
-        have = run.ours(one, variant)
+        have = run.ours(one)
         run.wait()
         timer.cancel()
         say(bits=name, wrong=difference(have, want), compared=have[0].numel())
-
-    for name, one in asked:
-        compare(name, one)
-    for variant in variants[1:]:
-        compare(f"{first_name(asked)}, {tuple(variant)}", first, variant)
     say(done="bits")
     sys.stdin.readline()
-    for alike in (1, 64):
-        one = first if dry else long_case(form, LONG, alike, run.device)
-        words = "random" if alike == 1 else "alike"
+    for new, alike in itertools.product(NEW[:1] if dry else NEW, (1, 64)):
+        one = asked[0][1] if dry else long_case(form, new, alike, run.device)
+        words = f"{len(one.q)} tokens, {'random' if alike == 1 else 'alike'}"
         timer = watched(STEP_SECONDS, f"{form}, {words}, times")
         want = run.reference(one)
         have = run.ours(one)
-        say(bits=f"{LONG if not dry else len(one.q)} tokens, {words}", wrong=difference(have, want), compared=have[0].numel())
+        say(bits=words, wrong=difference(have, want), compared=have[0].numel())
         del want, have
-        say(choices=words, variant="triton", ms=run.time(lambda one=one: run.reference(one)))
-        for variant in variants:
-            say(choices=words, variant=list(variant), ms=run.time(lambda one=one, v=variant: run.ours(one, v)))
+        say(choices=words, kernel="triton", ms=run.time(lambda one=one: run.reference(one)))
+        say(choices=words, kernel="cuda", ms=run.time(lambda one=one: run.ours(one)))
         run.wait()
         timer.cancel()
-
-
-def first_name(asked: list[tuple[str, Asked]]) -> str:
-    """Of the case that all variants are compared in."""
-    return asked[0][0]
 
 
 def lines_of(process: subprocess.Popen) -> Iterator[dict[str, Any]]:
@@ -330,7 +297,7 @@ def report(form: str, found: list[dict[str, Any]]) -> None:
         if "bits" in line:
             print(f"{form:7s} {line['bits']:34s} {line['wrong'] or 'same bits'}", flush=True)
         elif "ms" in line:
-            print(f"{form:7s} {line['choices']:7s} {line['variant']!s:12s} {line['ms']:8.2f} ms", flush=True)
+            print(f"{form:7s} {line['choices']:34s} {line['kernel']:7s} {line['ms']:8.3f} ms", flush=True)
         elif "done" not in line:
             print(f"{form:7s} {line}", flush=True)
 

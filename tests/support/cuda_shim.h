@@ -1,9 +1,9 @@
 // Runs a CUDA kernel of `samebits.kernels` on a CPU: the same source, with these functions in the place of its inline PTX.
 //
-// A thread of a cluster is a fiber. What a warp does together (mma, ldmatrix, shuffles, shared memory, votes) is done when all of its 32
+// A thread of a block is a fiber. What a warp does together (mma, ldmatrix, shuffles, shared memory, votes) is done when all of its 32
 // lanes have come to it, and all must have come to the same; barriers are waited for by giving way to others. The order in which warps get
 // their turn, and when a copy by TMA arrives, are drawn from a seed. Shared memory is poisoned first, a barrier that is misused stops the
-// process with a line, and so does a cluster in which nothing happens any more. Accesses to shared memory that want one bank twice at a time
+// process with a line, and so does a block in which nothing happens any more. Accesses to shared memory that want one bank twice at a time
 // are counted.
 //
 // Not shown: memory ordering, registers, time, and the rounding inside an MMA: sums are fp32, k after k.
@@ -34,7 +34,7 @@ struct Fiber {
     void* stack_pointer = nullptr;
     std::unique_ptr<char[]> stack;
     bool done = false;
-    u32 block = 0, thread = 0;  // block: in the cluster
+    u32 thread = 0;
     u64 op = 0;                 // warp operations so far
 };
 #if !defined(__x86_64__)
@@ -86,16 +86,14 @@ struct Block {
 };
 
 struct Machine {
-    int threads = 0, cluster = 0, grid = 0, first_block = 0;
+    int threads = 0, grid = 0, index = 0;  // the latter of the block that runs
     u32 bytes = 0;
-    std::vector<Block> blocks;
+    Block block;
     std::vector<Fiber> fibers;
     std::vector<Meeting> warps;
     Fiber* current = nullptr;
     void* scheduler = nullptr;
     u64 progress = 0;
-    u32 cluster_arrived = 0;
-    u64 cluster_generation = 0;
     std::mt19937 random;
     std::deque<std::pair<int, std::function<void()>>> flying;
     u64 conflicts = 0, accesses = 0, mmas = 0, boxes = 0;
@@ -120,24 +118,20 @@ inline void enter() {
     fail("a fiber that is over was resumed");
 }
 
-inline void run_cluster(int first_block) {
+inline void run_block(int index) {
     Machine& m = machine;
-    m.first_block = first_block;
-    m.blocks.assign(m.cluster, {});
-    for (auto& block : m.blocks) {
-        block.storage.assign(m.bytes + 1024, 0xCB);
-        block.memory = (unsigned char*)(((u64)block.storage.data() + 1023) / 1024 * 1024);
-        block.barriers.assign(m.bytes / 8, {});
-    }
+    m.index = index;
+    m.block = {};
+    m.block.storage.assign(m.bytes + 1024, 0xCB);
+    m.block.memory = (unsigned char*)(((u64)m.block.storage.data() + 1023) / 1024 * 1024);
+    m.block.barriers.assign(m.bytes / 8, {});
     m.fibers.clear();
-    m.fibers.resize(m.cluster * m.threads);
+    m.fibers.resize(m.threads);
     m.warps.assign(m.fibers.size() / 32, {});
-    m.cluster_arrived = 0;
     constexpr size_t SIZE = 96 << 10;
     for (size_t i = 0; i < m.fibers.size(); i++) {
         Fiber& f = m.fibers[i];
-        f.block = i / m.threads;
-        f.thread = i % m.threads;
+        f.thread = i;
         f.stack.reset(new char[SIZE]);
         u64* top = (u64*)(((u64)f.stack.get() + SIZE) / 16 * 16);
         *--top = 0;
@@ -174,9 +168,8 @@ inline void run_cluster(int first_block) {
         if (idle > 1000) fail("nothing happens any more: %zu threads wait", left);
     }
     if (!m.flying.empty()) fail("a block of threads ended before its copies");
-    for (auto& block : m.blocks)
-        for (auto& barrier : block.barriers)
-            if (barrier.made) fail("a barrier was left behind");
+    for (auto& barrier : m.block.barriers)
+        if (barrier.made) fail("a barrier was left behind");
 }
 
 // ---- what a warp does together
@@ -202,15 +195,13 @@ u32* together(const char* name, const u32* in, int words, Work work) {
     return meeting.out[lane];  // copied before the lane meets the others again
 }
 
-inline Block& own_block() { return machine.blocks[machine.current->block]; }
 inline unsigned char* at(u32 address, u32 size, u32 align) {
-    u32 rank = address >> 20, offset = address & 0xFFFFF;
-    if (rank >= (u32)machine.cluster || offset + size > machine.bytes || offset % align) fail("shared address %x of %u bytes", address, size);
-    return machine.blocks[rank].memory + offset;
+    if (address + size > machine.bytes || address % align) fail("shared address %x of %u bytes", address, size);
+    return machine.block.memory + address;
 }
 inline Barrier& barrier_at(u32 address) {
     at(address, 8, 8);
-    return machine.blocks[address >> 20].barriers[(address & 0xFFFFF) / 8];
+    return machine.block.barriers[address / 8];
 }
 inline void turn(Barrier& b) {
     if (b.pending < 0) fail("more arrivals than a barrier expects");
@@ -246,18 +237,15 @@ struct alignas(64) TensorMap {
 };
 #define KERNEL(THREADS) static void
 #define PARAM const
-#define SHARED(name) u8* name = shim::own_block().memory
+#define SHARED(name) u8* name = shim::machine.block.memory
 
-DEVICE u32 shared_address(const void* p) {
-    auto& block = shim::own_block();
-    return shim::machine.current->block << 20 | (u32)((const u8*)p - block.memory);
-}
+DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - shim::machine.block.memory); }
 DEVICE u32 thread_index() { return shim::machine.current->thread; }
-DEVICE u32 block_index() { return shim::machine.first_block + shim::machine.current->block; }
+DEVICE u32 block_index() { return shim::machine.index; }
 DEVICE u32 grid_size() { return shim::machine.grid; }
 DEVICE void warp_sync() { shim::together("warp_sync", nullptr, 0, [](shim::Meeting&) {}); }
 DEVICE void block_sync() {
-    auto& block = shim::own_block();
+    auto& block = shim::machine.block;
     u64 generation = block.sync_generation;
     shim::machine.progress++;
     if (++block.sync_arrived == (u32)shim::machine.threads) {
@@ -265,17 +253,6 @@ DEVICE void block_sync() {
         block.sync_generation++;
     } else {
         while (block.sync_generation == generation) shim::give_way();
-    }
-}
-DEVICE void cluster_sync() {
-    auto& m = shim::machine;
-    u64 generation = m.cluster_generation;
-    m.progress++;
-    if (++m.cluster_arrived == m.fibers.size()) {
-        m.cluster_arrived = 0;
-        m.cluster_generation++;
-    } else {
-        while (m.cluster_generation == generation) shim::give_way();
     }
 }
 template <int COUNT>
@@ -371,14 +348,6 @@ DEVICE void load_global(u32* x, const void* at) {
     if ((u64)at % 16) shim::fail("a vector of global memory that is not aligned");
     memcpy(x, at, 16);
 }
-DEVICE u32 load_global_u16(const void* at) {
-    u16 x;
-    memcpy(&x, at, 2);
-    return x;
-}
-DEVICE u32 load_global_u8(const void* at) { return *(const u8*)at; }
-DEVICE void load_kept(float (&x)[4], const float* at) { memcpy(x, at, 16); }
-DEVICE void store_kept(float* at, const float (&x)[4]) { memcpy(at, x, 16); }
 DEVICE void barrier_init(u32 at, u32 count) {
     auto& b = shim::barrier_at(at);
     if (b.made) shim::fail("a barrier is made twice");
@@ -396,7 +365,6 @@ DEVICE void barrier_arrive(u32 at, u32 count) {
     b.pending -= count;
     shim::turn(b);
 }
-DEVICE void barrier_arrive_at(u32 at, u32 rank) { barrier_arrive((at & 0xFFFFF) | rank << 20, 1); }
 DEVICE void barrier_expect(u32 at, u32 bytes) {
     auto& b = shim::barrier_at(at);
     b.tx += bytes;
@@ -416,26 +384,22 @@ static void load_box(u32 at, const Map* map, int x, int row, int head, int page,
     auto& m = shim::machine;
     if (at % 128) shim::fail("a box of TMA must lie at a multiple of 128 bytes");
     if (d[8] * 2 > 128 || d[10] != 1 || d[11] != 1) shim::fail("a box of another shape");
-    int own = at >> 20;
     m.boxes++;
-    for (int rank = 0; rank < m.cluster; rank++) {
-        u32 to = (at & 0xFFFFF) | (m.cluster > 1 ? rank : own) << 20, bar = (barrier & 0xFFFFF) | rank << 20;
-        m.flying.push_back({(int)(m.random() % 40), [=] {
-            for (u64 r = 0; r < d[9]; r++)
-                for (u64 c = 0; c < d[8]; c++) {
-                    int64_t place[4] = {(int64_t)(x + c), (int64_t)(row + r), head, page};
-                    bool inside = true;
-                    for (int i = 0; i < 4; i++) inside &= place[i] >= 0 && (u64)place[i] < d[1 + i];
-                    u16 value = 0;
-                    if (inside) memcpy(&value, (const char*)d[0] + 2 * place[0] + d[5] * place[1] + d[6] * place[2] + d[7] * place[3], 2);
-                    u32 address = to + r * 128 + c * 2;
-                    address ^= (address >> 7 & 7) << 4;
-                    memcpy(shim::at(address, 2, 2), &value, 2);
-                }
-            auto& b = shim::barrier_at(bar);
-            if (!b.made) shim::fail("a copy for no barrier");
-            b.tx -= d[8] * d[9] * 2;
-            shim::turn(b);
-        }});
-    }
+    m.flying.push_back({(int)(m.random() % 40), [=] {
+        for (u64 r = 0; r < d[9]; r++)
+            for (u64 c = 0; c < d[8]; c++) {
+                int64_t place[4] = {(int64_t)(x + c), (int64_t)(row + r), head, page};
+                bool inside = true;
+                for (int i = 0; i < 4; i++) inside &= place[i] >= 0 && (u64)place[i] < d[1 + i];
+                u16 value = 0;
+                if (inside) memcpy(&value, (const char*)d[0] + 2 * place[0] + d[5] * place[1] + d[6] * place[2] + d[7] * place[3], 2);
+                u32 address = at + r * 128 + c * 2;
+                address ^= (address >> 7 & 7) << 4;
+                memcpy(shim::at(address, 2, 2), &value, 2);
+            }
+        auto& b = shim::barrier_at(barrier);
+        if (!b.made) shim::fail("a copy for no barrier");
+        b.tx -= d[8] * d[9] * 2;
+        shim::turn(b);
+    }});
 }

@@ -19,21 +19,20 @@ from samebits.kernels.cuda_prefill import Plan
 
 AVAILABLE = shutil.which("g++") is not None and platform.machine() == "x86_64"
 _MAIN = """
-extern "C" void run(const TensorMap* maps, const u8* pages, const u16* query, const int* table, const int* request, const int* position,
-                    const int* chosen, u16* out, float* lse, float* kept, u64 page_stride, int table_stride, int tokens, int words,
-                    float factor, int grid, int threads, int shared, int seed, u64* counts) {
+extern "C" void run(const TensorMap* maps, const u16* query, const int* table, const int* request, const int* position,
+                    const int* chosen, u16* out, float* lse, int table_stride, int tokens, int words, float factor, int grid,
+                    int threads, int shared, int seed, u64* counts) {
     auto& m = shim::machine;
     m.threads = threads;
-    m.cluster = CLUSTER;
     m.grid = grid;
     m.bytes = shared;
     m.random.seed(seed);
     m.conflicts = m.accesses = m.mmas = m.boxes = 0;
     m.body = [=] {
-        samebits::prefill_kernel(maps[0], maps[1], pages, query, table, request, position, chosen, out, lse, kept, page_stride,
-                                 table_stride, tokens, words, factor);
+        samebits::prefill_kernel(maps[0], maps[1], query, table, request, position, chosen, out, lse, table_stride, tokens, words,
+                                 factor);
     };
-    for (int first = 0; first < grid; first += CLUSTER) shim::run_cluster(first);
+    for (int index = 0; index < grid; index++) shim::run_block(index);
     counts[0] = m.conflicts;
     counts[1] = m.accesses;
     counts[2] = m.mmas;

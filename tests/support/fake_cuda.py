@@ -5,7 +5,8 @@ For a process of its own, in which this is imported before torch: what is patche
 torch's fake tensors of device cuda say what would be computed where. An operation whose operands lie on two devices raises, and so does
 whatever needs a value on the host (`.item()`, `nonzero`, a mask as an index). Copies between host and device are noted with their line.
 A launch of a Triton kernel is specialised as Triton would do it and noted with its grid; the compiled variants of a kernel are then the
-different keys. Addresses are made up, and as aligned as the place of a tensor in its storage is.
+different keys. Launches of CUDA C++ are noted with their defines. Addresses are made up, and as aligned as the place of a tensor in its
+storage is.
 
 torch's CPU build has neither device guard nor hooks for CUDA, which its Python bindings and autograd ask for: both are compiled from
 torch's own headers (needs g++).
@@ -147,6 +148,20 @@ def _address(tensor: FakeTensor) -> int:
     return 4096 + tensor.storage_offset() * tensor.element_size()
 
 
+def _note_cuda(seen: Seen) -> None:
+    """Launches of CUDA C++, by the name of the source; what is compiled are the defines."""
+    from samebits.kernels import cuda_module
+
+    def launch(source: str, name: str, defines: cuda_module.Defines, how: cuda_module.Launch, arguments: Any) -> None:
+        for value, _ in arguments:
+            assert not isinstance(value, torch.Tensor) or value.device.type == "cuda", f"{source}: a tensor lies on {value.device}"
+        assert 0 < how.grid <= _LIMITS[0], f"{source}: grid {how.grid}"
+        seen.launches.append(Launch(source, f"{name} {defines} {how.shared}", (how.grid,)))
+
+    cuda_module.launch, cuda_module.tensor_map = launch, lambda *shape: cuda_module.TensorMap()
+    cuda_module._compiler_absence = lambda: None
+
+
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[Seen]:
     """Tensors made inside are fake; those of device cuda are taken for an H200's."""
@@ -168,6 +183,7 @@ def fake_cuda() -> Iterator[Seen]:
         seen.launches.append(Launch(name, f"{specialization} {options}", sizes))
 
     JITFunction.run = run
+    _note_cuda(seen)
     original = torch.tensor
 
     def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor:

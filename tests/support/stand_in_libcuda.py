@@ -14,13 +14,11 @@ import torch
 
 from samebits.kernels import cuda_module
 
-# Structures by their C declarations, so that those of the module are held against something.
+# Parameters by their C declarations, so that those of the module are held against something.
 STAND_IN = r"""
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-typedef struct { int id; char pad[4]; union { char pad[64]; struct { unsigned x, y, z; } cluster; int flag; } value; } Attribute;
-typedef struct { unsigned gx, gy, gz, bx, by, bz, shared; void* stream; Attribute* attributes; unsigned count; } Config;
 char heard[4096];
 char kinds[64];  // of the parameters: map, pointer, long, int, float
 int failing = 0;
@@ -42,13 +40,9 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
     memset(map, 0x5A, 128);
     return failing;
 }
-int cuLaunchKernelEx(const Config* c, void* function, void** p, void** extra) {
-    SAY("launch %lx %u,%u,%u %u,%u,%u %u %lx:", (long)function, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, (long)c->stream);
-    for (unsigned i = 0; i < c->count; i++) {
-        Attribute a = c->attributes[i];
-        if (a.id == 4) SAY(" cluster %u,%u,%u", a.value.cluster.x, a.value.cluster.y, a.value.cluster.z);
-        else SAY(" %d=%d", a.id, a.value.flag);
-    }
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   void* stream, void** p, void** extra) {
+    SAY("launch %lx %u,%u,%u %u,%u,%u %u %lx:", (long)function, gx, gy, gz, bx, by, bz, shared, (long)stream);
     SAY(" |");
     for (int i = 0; kinds[i]; i++) {
         if (kinds[i] == 'm') SAY(" %x", ((unsigned*)p[i])[31]);

@@ -18,7 +18,7 @@ from samebits.recipes.bench_cli import KERNELS
 from samebits.recipes.check import check
 from samebits.recipes.cli import app
 from samebits.recipes.config import load_recipe
-from tests.support import cuda_attend_table, cuda_prefill_gpu, kv_formats, random_command
+from tests.support import cuda_prefill_gpu, kv_formats, random_command
 from tools.measure import collect
 from tools.measure.plan import ALL, Line, parse
 
@@ -114,8 +114,6 @@ def test_every_command_is_taken_by_its_own_parser(line, no_gpu, capsys):
                 assert all(Path(path).exists() for path in [*known.file_or_dir, *(known.ignore or ())])
             case ["python", "-m", module, *rest] if module in COMPARISONS:
                 assert random_command.main("these", None, rest) == 2 and "CUDA" in capsys.readouterr().err
-            case ["python", "-m", "tests.support.cuda_attend_table", *rest]:
-                assert cuda_attend_table.main(rest) == 2 and "needs a CUDA GPU" in capsys.readouterr().err
             case ["python", "-m", "tests.support.cuda_prefill_gpu", *rest]:
                 assert cuda_prefill_gpu.main(rest) == 2 and "needs a Hopper GPU" in capsys.readouterr().err
             case ["python", "-m", "tests.support.kv_formats", *rest]:

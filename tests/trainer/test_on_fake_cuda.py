@@ -12,7 +12,8 @@ import pytest
 KERNELS = {
     "_experts_kernel", "_back_kernel", "_outer_kernel", "_rank_kernel", "_swiglu_back_kernel", "_norm_kernel", "_norm_backward_kernel",
     "_product_kernel", "_choose_kernel", "_weights_kernel", "_forward_kernel", "_gradient_kernel", "rotate_kernel",
-    "rotate_gradient_kernel", "score_kernel", "choose_kernel", "attend_kernel", "prefill_kernel", "grad_keys_kernel", "grad_query_kernel",
+    "rotate_gradient_kernel", "score_kernel", "choose_kernel", "attend_kernel", "cuda_prefill.cu", "prefill_kernel", "grad_keys_kernel",
+    "grad_query_kernel",
 }  # fmt: skip
 
 

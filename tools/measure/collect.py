@@ -60,7 +60,6 @@ MEASURED = {
 }
 """Lines that leave a JSON file, and where in OUT."""
 CHECKED = {
-    "attend_table": None,
     "prefill_table": None,
     "random_attention": None,
     "random_experts": None,
