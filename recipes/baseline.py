@@ -203,7 +203,7 @@ def _run(job: Job, recipe: Recipe, verl: DictConfig, folder: Path, console: Cons
     lines = baseline_result.read(metrics)
     asked = job.warm_up + job.steps
     if not whole and len(lines) <= job.warm_up:
-        raise baseline_process.BaselineFailed(f"stock verl: it did {len(lines)} of {asked} steps within {job.limit:g} s, none after warm-up")
+        raise baseline_process.BaselineFailed(f"stock verl: {len(lines)} of {asked} steps within {job.limit:g} s, none after warm-up")
     found = baseline_result.measured(job.model, job.device, lines, job.warm_up, rows_of(verl), settings, deviations(job.device))
     return found if whole else found | {"ended": f"after {len(lines)} of {asked} steps, by the limit of {job.limit:g} s"}
 

@@ -53,7 +53,7 @@ class NotMeasured(ValueError):
 
 
 def read(path: Path) -> list[Line]:
-    """Metrics of each step from the file that verl's own logger `file` writes, without a last line that has no end. Raises `NotMeasured`."""
+    """Metrics of each step from the file of verl's own logger `file`, without a last line that has no end. Raises `NotMeasured`."""
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

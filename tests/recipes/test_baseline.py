@@ -250,7 +250,7 @@ time.sleep(600)
     monkeypatch.setattr(baseline, "require_device", lambda device: None)
     asked = Job("qwen3-tiny", "tiny_m3_grpo.yaml", "cpu", 8, 2, 6.0)
     if done <= 2:
-        with pytest.raises(baseline_process.BaselineFailed, match=f"it did {done} of 10 steps within 6 s, none after warm-up"):
+        with pytest.raises(baseline_process.BaselineFailed, match=f"{done} of 10 steps within 6 s, none after warm-up"):
             baseline.run(asked, tmp_path / "run", Console(quiet=True))
         return
     found = baseline.run(asked, tmp_path / "run", Console(quiet=True))
