@@ -152,7 +152,7 @@ class Keeper:
             or not output.sampled_token_ids
             or scheduled.scheduled_spec_decode_tokens
             or output.pooler_output
-            or output.num_nans_in_logits is not None
+            or output.num_nans_in_logits
             or any(value is not None for value in output.prompt_logprobs_dict.values())
             or output.prompt_token_id_logprobs_dict
             or (logprobs is not None and logprobs.cu_num_generated_tokens is not None)

@@ -19,14 +19,12 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
-EOS = 1
-"""Token that ends a request; about one in `VOCABULARY`."""
-VOCABULARY = 509
+VOCABULARY = 89
 
 
 def next_token(token: np.ndarray, position: np.ndarray) -> np.ndarray:
     """The token after `token` at `position`, int64."""
-    return (token * 31 + position * 17 + 7) % VOCABULARY
+    return (token * 31 + position * 17 + 7) % 509 % VOCABULARY
 
 
 def configure(config: Any, ahead: bool = True) -> Any:
@@ -100,7 +98,7 @@ class FakeExecutor(Executor):
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None, non_block: bool = False) -> Any:
         """Calls of workers are answered by this object where it has them, else by None."""
-        answer = [getattr(self, method)(*args) if isinstance(method, str) and hasattr(self, method) else None]
+        answer = [getattr(self, method)(*args) if method in vars(FakeExecutor) else None]
         if not non_block:
             return answer
         future: Future = Future()
