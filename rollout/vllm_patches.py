@@ -254,9 +254,10 @@ def _slots_at_hand() -> None:
             if "_samebits_group" not in self.__dict__:
                 self._samebits_group = only_group(self)
             group, name = self._samebits_group, request.request_id
-            if group is not None and (cached := group.num_cached_block.get(name)) is not None and name not in group._partial_hit_reqs:
+            if group is not None and name not in group._partial_hit_reqs:
                 tokens, size = request.num_computed_tokens + 1, group.block_size
-                if tokens <= len(group.req_to_blocks[name]) * size and min(tokens, request.num_tokens) // size <= cached:
+                cached, room = group.num_cached_block.get(name, 0), len(group.req_to_blocks.get(name, ())) * size
+                if tokens <= room and min(tokens, request.num_tokens) // size <= cached:
                     return self.empty_kv_cache_blocks
         return original(self, request, num_new_tokens, *args, **options)
 

@@ -53,7 +53,7 @@ class Fake:
             dtype="float32",
             enforce_eager=True,
             skip_tokenizer_init=True,
-            enable_return_routed_experts=True,
+            enable_return_routed_experts=options.get("routes", True),
             logprobs_mode="processed_logprobs",
             kv_cache_memory_bytes=KV_BYTES,
             additional_config={"samebits": {"profile": "w4a16-fp32", "rank": 8}},
@@ -325,6 +325,26 @@ def test_a_pause_between_steps(fake):
     fake.settle()
 
 
+def test_tokens_in_flight_that_are_dropped(checkpoint, fakes):
+    """Requests are sent back while a step of theirs is under way, of which nothing may be taken. (With routes vLLM refuses that.)"""
+    fake = Fake(checkpoint, True, routes=False)
+    wishes, steps, step = [Wish(n, 40, 50) for n in range(3)], [], fake.engine.step
+
+    def stepped():
+        steps.append(1)
+        if len(steps) % 10 == 0:
+            assert any(r.num_in_flight_tokens for r in fake.scheduler.running)
+            fake.scheduler.reset_prefix_cache(reset_running_requests=True)
+        return step()
+
+    fake.engine.step = stepped
+    for got, one in zip(fake.run(wishes), wishes, strict=True):
+        assert got.routes is None
+        got.routes = expected(one).routes
+        require(got, one)
+    assert fake.counts == [1] * 3 and not fake.keeper().held
+
+
 wish = st.builds(
     Wish,
     start=st.integers(0, 3),
@@ -347,6 +367,32 @@ def test_any_batch(fakes, ahead, wishes):
             require(got, one)
     for count, one in zip(fake.counts, wishes, strict=True):
         assert one.kind != "whole" or count <= 1
+    fake.settle()
+
+
+def test_tokens_that_are_decoded_take_the_short_ways(fake, monkeypatch):
+    """As said here, not by the clock: what vLLM calls for each request and token is called for first and last ones only."""
+    from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.request import Request
+
+    calls: Counter = Counter()
+    for owner, name in (
+        (Request, "append_output_token_ids"),
+        (RoutedExpertsBuffer, "capture"),
+        (KVCacheCoordinator, "remove_skipped_blocks"),
+    ):
+        original = getattr(owner, name)
+
+        def counted(*args, name=name, original=original, **options):
+            calls[name] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+    wishes = [Wish(n, 10, 100) for n in range(8)]
+    for got, one in zip(fake.run(wishes), wishes, strict=True):
+        require(got, one)
+    assert len(calls) == 3 and max(calls.values()) <= 5 * 8, calls
     fake.settle()
 
 
@@ -415,6 +461,37 @@ def test_what_is_judged_or_read_elsewhere_is_not_kept(change):
     if "output_kind" in change:
         change = {"output_kind": RequestOutputKind(change["output_kind"])}
     assert not wanted_whole(Request("a", [1], SamplingParams(**usual | change), None))
+
+
+@given(
+    steps=st.lists(
+        st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0, width=32), st.integers(1, 99)), min_size=1), min_size=1, max_size=9
+    )
+)
+@settings(deadline=None)
+def test_flat_logprobs_added_at_once_are_those_added_one_by_one(steps):
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+
+    usual = dict(tokenizer=None, prompt_logprobs=None, cumulative_logprob=0.0, num_logprobs=0, num_prompt_logprobs=None)
+    flat, listed = (LogprobsProcessor(logprobs=have, **usual) for have in (FlatLogprobs(), []))
+    for step in steps:
+        ids, scores, ranks = (np.array(column) for column in zip(*step, strict=True))
+        scores = scores.astype(np.float32)
+        for processor in (flat, listed):
+            wide = np.stack((scores, scores - 1), axis=1), np.stack((ids, ids + 1), axis=1)
+            processor._update_sample_logprobs(LogprobsLists(wide[1], wide[0], ranks))
+    assert list(flat.logprobs) == listed.logprobs
+    assert flat.cumulative_logprob.hex() == listed.cumulative_logprob.hex()
+    assert flat.logprobs[1:] == FlatLogprobs(*(part for part in _flat(listed.logprobs[1:])))
+
+
+def _flat(listed: list[dict]) -> tuple:
+    count = range(len(listed))
+    ones = [next(iter(one.items())) for one in listed]
+    values = [[getattr(one, name) for _, one in ones] for name in ("logprob", "rank", "decoded_token")]
+    return list(count), [n + 1 for n in count], [token for token, _ in ones], *values
 
 
 def test_routes_of_a_step_cross_processes():
