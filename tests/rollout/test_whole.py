@@ -217,6 +217,14 @@ def test_ends_and_blocks_one_token_apart(fake, length, tokens):
     fake.settle()
 
 
+def test_the_last_token_of_a_prompt_alone(fake):
+    """Its row is one, but those of the whole prompt are due with it. The first prompt takes what is missing of a step's 256 tokens."""
+    wishes = [Wish(1, 100, 9), Wish(2, 157, 9)]
+    for got, one in zip(fake.run(wishes), wishes, strict=True):
+        require(got, one)
+    fake.settle()
+
+
 def test_the_context_ends(fake):
     (got,) = fake.run([wish := Wish(5, MAX_LEN - 150, 400)])
     require(got, wish)
