@@ -135,6 +135,8 @@ class EngineGenerator:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        from samebits.rollout.whole import WHOLE
+
         waiting, running = iter(samples), {}
         room = 2 * self.verl.actor_rollout_ref.rollout.max_num_seqs  # as many as fill the engine, and the next ones
         engine = llm.llm_engine
@@ -145,6 +147,7 @@ class EngineGenerator:
                     max_tokens=self.max_tokens,
                     seed=sample.seed,
                     detokenize=False,
+                    extra_args=WHOLE,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 name = f"{sample.number}/{sample.problem.id}"

@@ -6,21 +6,27 @@ tokens under the hash of their KV block, and the scheduler attaches the rows to 
 prefill, preemption and prefix-cache hits (the rows of a cached block come back with it), and cross processes with the output. A row that
 is missing fails an assertion there and the step with it. (That is also why vLLM asks for prefix caching when routes are on.)
 
-Two things are ours. `Capturer` keeps ids as int16 with -1 in layers without experts, and a step in which a layer with experts did
+Three things are ours. `Capturer` keeps ids as int16 with -1 in layers without experts, and a step in which a layer with experts did
 not report every token is refused when it is read. `RouteCPUModelRunner` feeds the connector from the V1 runner, the only one that runs
-on a CPU; upstream does it in the V2 runner only, which CUDA uses.
+on a CPU; upstream does it in the V2 runner only, which CUDA uses. `Connector` books the rows of all requests that decode at once: hundreds
+of them in a step take upstream's code for one request longer than the step takes a small model.
 
 Result: int16 [prompt + response - 1, num_hidden_layers, top_k], logical expert ids in ascending order, by absolute layer index.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput, get_aux_output_connector
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -54,11 +60,134 @@ class Capturer(RoutedExpertsCapturer):
 
     def require_complete(self, step: np.ndarray) -> None:
         """Raise `RuntimeError` when a layer with experts did not report all tokens of a step [T, layers, k]."""
-        if not self._ours:
+        if not self._ours or not len(step):
             return
-        silent = [i for i in self._moe_layers if (step[:, i] < 0).any()]
-        if silent:
+        lowest = step.min(axis=0).min(axis=1)
+        if silent := [i for i in self._moe_layers if lowest[i] < 0]:
             raise RuntimeError(f"no routes of some of {len(step)} tokens from layers {silent}")
+
+
+class StepRoutes(Mapping):
+    """Routes of one step by request, as the scheduler reads them; those of requests with one row lie in one array.
+
+    Args:
+        request_ids: all requests of the step, in its order.
+        token_starts: [R] position of each one's first row.
+        places: [R] index of its row in `rows`, -1 for requests that are not there.
+        rows: [S, layers, k].
+        others: what upstream's code gave for the rest.
+    """
+
+    def __init__(
+        self, request_ids: list[str], token_starts: np.ndarray, places: np.ndarray, rows: np.ndarray, others: dict[str, AuxRequestOutput]
+    ) -> None:
+        self.request_ids, self.token_starts, self.places, self.rows, self.others = request_ids, token_starts, places, rows, others
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.request_ids, self.token_starts, self.places, self.rows, self.others
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.request_ids, self.token_starts, self.places, self.rows, self.others = state
+
+    @cached_property
+    def single(self) -> list[bool]:
+        """Of each request, whether its one row is in `rows`."""
+        return (self.places >= 0).tolist()
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.request_ids) if self.single[i]}
+
+    def __getitem__(self, request_id: str) -> AuxRequestOutput:
+        if request_id in self.others:
+            return self.others[request_id]
+        i = self._order[request_id]
+        return AuxRequestOutput(int(self.token_starts[i]), self.rows[self.places[i] : self.places[i] + 1])
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.others or request_id in self._order
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._order
+        yield from self.others
+
+    def __len__(self) -> int:
+        return len(self._order) + len(self.others)
+
+
+class Connector(AuxOutputWorkerConnector):
+    """vLLM's connector in the worker, quick with requests that decode.
+
+    A request with one row, accepted, that follows its last one inside of a block that is begun and not completed by it needs its row
+    copied and its cursors moved. All others go through upstream's code, in its order.
+    """
+
+    def begin_step(self, metadata: Any) -> None:
+        """As upstream, which makes a new state for every request of every step and drops it where there is one."""
+        news = metadata
+        if metadata is not None and self._buffer is not None and metadata.generation == self._generation and not metadata.finished_requests:
+            known = self._requests.get
+            with self._lock:
+                requests = {
+                    name: start
+                    for name, start in metadata.requests.items()
+                    if (state := known(name)) is None or (state.pending_outputs == 0 and start > state.emit_cursor)
+                }
+            news = replace(metadata, requests=requests)
+        super().begin_step(news)
+        self._step_metadata = metadata
+
+    def process_output(self, pending: PendingAuxOutput) -> Mapping[str, AuxRequestOutput]:
+        """As upstream; with layers of ours, a step in which one said nothing is refused."""
+        if isinstance(self._capturer, Capturer):
+            self._capturer.require_complete(pending.routed_experts)
+        return super().process_output(pending)
+
+    def _commit_output(self, pending: PendingAuxOutput) -> Mapping[str, AuxRequestOutput]:
+        if pending.routed_experts is None or pending.num_sampled is None or pending.num_rejected is None:
+            return super()._commit_output(pending)  # which says what is missing
+        buffer = self._buffer
+        size, tails, states = buffer.block_size, buffer._requests, self._requests
+        names, bounds = pending.request_ids, pending.query_start_loc
+        count = len(names)
+        starts = np.asarray(pending.token_starts[:count]).astype(np.int64)
+        local = starts % size
+        inside = (local > 0) & (local < size - 1)
+        one = (np.diff(bounds) == 1) & (pending.num_sampled[:count] == 1) & (pending.num_rejected[:count] == 0) & inside
+        taken, slots, rest = [], [], []
+        for i, (name, start, place, single) in enumerate(zip(names, starts.tolist(), local.tolist(), one.tolist(), strict=True)):
+            state, tail = states[name], tails.get(name)
+            if single and tail is not None and tail.length == place and state.capture_cursor == start and state.emit_cursor == start:
+                tail.length = place + 1
+                state.capture_cursor = state.scheduled_cursor = state.emit_cursor = start + 1
+                taken.append(i)
+                slots.append(tail.slot)
+            else:
+                rest.append(i)
+        index = np.array(taken, dtype=np.int64)
+        rows = pending.routed_experts[bounds[index]]
+        buffer._rows[np.array(slots, dtype=np.int64), local[index]] = rows
+        places = np.full(count, -1, dtype=np.int64)
+        places[index] = np.arange(len(index))
+        others = super()._commit_output(_part(pending, rest)) if rest else {}
+        return StepRoutes(names, starts, places, rows, others)
+
+
+def _part(pending: PendingAuxOutput, chosen: list[int]) -> PendingAuxOutput:
+    """The same step with only some of its requests, in its order."""
+    if len(chosen) == len(pending.request_ids):
+        return pending
+    bounds = pending.query_start_loc
+    spans = [(int(bounds[i]), int(bounds[i + 1])) for i in chosen]
+    return replace(
+        pending,
+        request_ids=[pending.request_ids[i] for i in chosen],
+        token_starts=np.asarray(pending.token_starts)[chosen],
+        query_start_loc=np.cumsum([0, *(end - start for start, end in spans)]),
+        routed_experts=np.concatenate([pending.routed_experts[start:end] for start, end in spans]),
+        num_sampled=np.asarray(pending.num_sampled)[chosen],
+        num_rejected=np.asarray(pending.num_rejected)[chosen],
+    )
 
 
 class RouteCPUModelRunner(CPUModelRunner):

@@ -30,10 +30,15 @@ from samebits.quant.adapter import AdapterError, Manifest
 from samebits.rollout import ended
 from samebits.rollout.adapter import lora_request
 from samebits.rollout.sender import ACTORS
+from samebits.rollout.whole import WHOLE
 
 
 class RouteError(RuntimeError):
     """The engine returned no routes, or routes that do not fit the tokens."""
+
+
+class LogprobError(RuntimeError):
+    """The engine returned logprobs that are not those of the sampled tokens."""
 
 
 @dataclass
@@ -257,6 +262,8 @@ class SamebitsServer(vLLMHttpServer):
         wanted = params.pop("max_tokens", None) or params.pop("max_new_tokens", None) or self.config.response_length
         sampling = SamplingParams(
             **({"ignore_eos": self.config.ignore_eos} | params | {"logprobs": 0 if params.get("logprobs") else None}),
+            flat_logprobs=True,
+            extra_args=WHOLE,
             max_tokens=min(wanted, room),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -277,7 +284,9 @@ class SamebitsServer(vLLMHttpServer):
         tokens = list(out.token_ids)
         log_probs = None
         if out.logprobs is not None:
-            log_probs = [step[token].logprob for token, step in zip(tokens, out.logprobs, strict=True)]
+            if out.logprobs.token_ids != tokens:
+                raise LogprobError(f"engine returned logprobs of {len(out.logprobs.token_ids)} tokens, not of the {len(tokens)} sampled")
+            log_probs = out.logprobs.logprobs
         return TokenOutput(
             token_ids=tokens,
             log_probs=log_probs,

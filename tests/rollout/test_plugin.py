@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from importlib.metadata import entry_points
@@ -38,12 +39,65 @@ def test_another_version_is_refused(monkeypatch):
         vllm_patches.apply()
 
 
-@pytest.mark.parametrize("patch", ["_memory_adapters", "_capturer", "_routes_on_cpu", "_answers", "_reset_at_rest", "_sleep_beside_others"])
+WATCHING = ["_capturer", "_whole_outputs", "_slots_at_hand", "_flat_logprobs"]
+"""Patches that take over what several functions of vLLM's do together."""
+
+
+@pytest.mark.parametrize("patch", ["_memory_adapters", "_routes_on_cpu", "_answers", "_reset_at_rest", "_sleep_beside_others", *WATCHING])
 def test_a_patch_refuses_a_target_that_is_already_something_else(patch):
     rollout.register()
     vllm_patches.apply_in_worker()
     with pytest.raises(vllm_patches.PatchTargetChanged, match=r"is not as in 0\.31\.0"):
         getattr(vllm_patches, patch)()
+
+
+_CHANGED = """
+import json
+import sys
+import types
+from samebits.rollout import vllm_patches
+
+class Seen(Exception):
+    pass
+
+def note(digests):
+    raise Seen(digests)
+
+require = vllm_patches._require_sources
+for patch in sys.argv[1:]:
+    vllm_patches._require_sources = note
+    try:
+        getattr(vllm_patches, patch)()
+    except Seen as seen:
+        (digests,) = seen.args
+    vllm_patches._require_sources = require
+    for function in digests:
+        owner = sys.modules[function.__module__]
+        *classes, name = function.__qualname__.split(".")
+        for each in classes:
+            owner = getattr(owner, each)
+
+        changed = types.FunctionType(json.dumps.__code__, {})
+        changed.__qualname__ = function.__qualname__
+        setattr(owner, name, changed)
+        try:
+            getattr(vllm_patches, patch)()
+        except vllm_patches.PatchTargetChanged as error:
+            assert f": {function.__qualname__} is not as in" in str(error), error
+            print(function.__qualname__)
+        else:
+            raise SystemExit(f"{patch} takes a changed {function.__qualname__}")
+        setattr(owner, name, function)
+vllm_patches.apply()
+"""
+
+
+def test_any_one_changed_function_is_refused_by_its_name():
+    """Of those that the patches take over, replaced or not. In a process where nothing was patched yet."""
+    done = subprocess.run([sys.executable, "-c", _CHANGED, *WATCHING], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused = done.stdout.split()
+    assert len(refused) == 21 and {"check_stop", "Scheduler.update_from_output", "FlatLogprobs.append_fast"} <= set(refused)
 
 
 def test_other_models_keep_their_lora_manager():

