@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from samebits.kernels import taps
 from samebits.kernels.meter import Meter
 from samebits.quant.adapter import AdapterError, Manifest
-from samebits.quant.digests import digests
+from samebits.quant.digests import Digester
 
 from . import adapter
 from .held import card_bytes, held_bytes
@@ -115,7 +115,10 @@ class WorkerExtension:
 
     def samebits_base_digests(self) -> dict[str, str]:
         """Digest of the fp32 values of every frozen weight, or of this rank's part, by checkpoint path, read from what is multiplied."""
-        return digests((path, value.float()) for path, value in self.model_runner.get_model().base_values())
+        digester = Digester()
+        for paths, values in self.model_runner.get_model().base_stacks():
+            digester.add_stack(paths, values.float())
+        return digester.finish()
 
     def samebits_profile(self) -> str:
         """Hash of the numerics profile that the model was built for."""
