@@ -170,6 +170,35 @@ def test_a_layer_that_was_given_another_adapter_is_read_from_that():
     assert set(named) == {f"base_model.model.{path}" for path in old.views(0)}
 
 
+class Scattered:
+    """Experts whose tensors lie in any order, at any distance, and the last ones in memory of their own."""
+
+    def __init__(self, inner, order: list[int]) -> None:
+        self.inner, self.slots, self.order = inner, inner.slots, order
+        self.apart = {path: tuple(torch.zeros_like(t) for t in pair) for path, pair in list(inner.views(0).items())[-1:]}
+
+    def views(self, slot: int):
+        views = self.inner.views(slot)
+        found = {}
+        for path in views:
+            prefix, _, which = path.rpartition(".")
+            layer, _, expert = prefix.rpartition(".")
+            found[path] = views[f"{layer}.{self.order[int(expert)]}.{which}"]
+        return found | self.apart
+
+    def places(self):
+        return self.inner.places()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [4, 3, 2, 1, 0], [0, 2, 4, 1, 3], [0, 3, 1, 4, 2]])
+def test_experts_that_lie_in_another_order_or_apart_hold_what_is_theirs(order):
+    model, tensors = SlotLayers(SPEC), random(0)
+    model.layers[-1] = Scattered(model.layers[-1], order)
+    sent = shared(model, tensors, 0)
+    assert sent.differences(adapter.held(model, 0)) == []
+    assert all(same_bits(view, tensors[name]) for name, view in views_of(model, 0).items())
+
+
 def test_a_layer_less_or_of_another_shape_is_refused_before_a_slot_is_taken():
     for spoil in (lambda layers: layers.pop(), lambda layers: layers.append(SlotLayers(SPEC, 0, 2).layers[0])):
         model = SlotLayers(SPEC)
