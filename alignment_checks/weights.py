@@ -21,6 +21,7 @@ from samebits.quant.adapter import AdapterError, Manifest
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.digests import ALGORITHM, FORMER_ALGORITHM, Digester
 from samebits.quant.ranks import LayoutError, Part, Ranks, require_cover
+from samebits.quant.threads import side_by_side
 
 
 class WeightMismatch(AdapterError):
@@ -124,25 +125,32 @@ def base_digests(checkpoint: Checkpoint, world: int) -> BaseDigests:
     """
     text = checkpoint.config.get("text_config", checkpoint.config)
     ranks = Ranks(world, text["num_local_experts"])
-    digester, shapes, held = Digester(), {}, [{} for _ in range(world)]
     biases = [name for name in checkpoint.names if name.endswith("e_score_correction_bias")]
-    for name in (*checkpoint.modules, *biases):
+    names = [*checkpoint.modules, *biases]
+    shapes: dict[str, tuple[int, ...]] = {}
+    held: list[dict[str, Part]] = [{} for _ in range(world)]
+    found: dict[str, str] = {}
+
+    def taken(name: str) -> tuple[tuple[int, ...], list[Part | None], dict[str, str]]:
         value = checkpoint.tensor(name).float() if name in biases else values(checkpoint.weight(name))
-        shapes[name] = tuple(value.shape)
+        parts = [ranks.weight(rank, name, value.shape) for rank in range(world)]
+        digester = Digester()
         digester.add(name, value)
-        for rank in range(world):
-            part = ranks.weight(rank, name, value.shape)
-            if part is None:
-                continue
-            known = part in {other[name] for other in held if name in other}
-            held[rank][name] = part
-            if not known and not part.is_whole(value.shape):
-                digester.add(f"{name}{tuple(part)}", part.of(value))
+        for part in {part for part in parts if part is not None and not part.is_whole(value.shape)}:
+            digester.add(f"{name}{tuple(part)}", part.of(value))
+        return tuple(value.shape), parts, digester.finish()
+
+    # A weight is rebuilt by many small operations within a core's cache, so each core takes weights of its own.
+    for name, (shape, parts, digests) in zip(names, side_by_side(taken, names), strict=True):
+        shapes[name] = shape
+        found |= digests
+        for rank, part in enumerate(parts):
+            if part is not None:
+                held[rank][name] = part
     try:
         require_cover(shapes, held)
     except LayoutError as error:
         raise WeightMismatch(str(error)) from None
-    found = digester.finish()
 
     def key(name: str, part: Part) -> str:
         return name if part.is_whole(shapes[name]) else f"{name}{tuple(part)}"

@@ -33,6 +33,7 @@ CHUNK, PLANES, BLOCK = 128, 8, 16
 # Where a plane's pair is: in the first word, the second or the mixed one (0, 1, 2), and how far that is turned right to bring it in place.
 PLACES = ((0, -6), (0, -2), (0, 4), (1, -4), (1, 0), (1, 6), (2, 2), (2, 8))
 MIXED = 0xC180C180  # bits that the mixed word takes from the first
+_NIBBLES = 1 << 26  # bytes of them that unpacking holds at a time; operations on them need a few times as much
 
 
 class NVFP4Tiles(NamedTuple):
@@ -121,19 +122,27 @@ def unpack_experts(tiles: NVFP4Tiles) -> NVFP4Tensor:
     """The tensor that `pack_experts` was given, byte for byte."""
     words, bytes8, g, k = tiles
     experts, chunks, n, _ = words.shape
-    back = _scale_bytes()[1].to(words.device)
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=words.device)
     scales = torch.empty(experts, n, k // BLOCK, dtype=torch.uint8, device=words.device)
-    for e in range(experts):
-        nibbles = torch.zeros(chunks, n, PLANES, BLOCK // 2, 2, dtype=torch.uint8, device=words.device)
-        for plane, which, low, at, bit, length in _runs():
-            nibbles[:, :, plane, :, which] |= ((words[e, :, :, at::2] >> bit & (1 << length) - 1) << low).to(torch.uint8)
-        nibbles = nibbles.transpose(0, 1).reshape(n, chunks * CHUNK)[:, :k]
-        codes[e] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-        fours = _turn_left(bytes8[e].t().flatten().view(torch.int32).long() & 0xFFFFFFFF, 28).to(torch.int32)
-        scale = fours.view(torch.uint8).view(n, -1)[:, : k // BLOCK]
-        scales[e] = back[scale.int()].to(torch.uint8)
+    # As many matrices at a time as there is room for their nibbles: an operation on one of many small ones is all launch.
+    step = max(1, _NIBBLES // max(1, n * chunks * CHUNK))
+    for first in range(0, experts, step):
+        some = slice(first, first + step)
+        codes[some], scales[some] = _unpack(words[some], bytes8[some], k)
     return NVFP4Tensor(codes, scales, g)
+
+
+def _unpack(words: Tensor, bytes8: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Canonical codes uint8 [E, N, K/2] and scales uint8 [E, N, K/16] of matrices."""
+    experts, chunks, n, _ = words.shape
+    nibbles = torch.zeros(experts, chunks, n, PLANES, BLOCK // 2, 2, dtype=torch.uint8, device=words.device)
+    for plane, which, low, at, bit, length in _runs():
+        nibbles[:, :, :, plane, :, which] |= ((words[..., at::2] >> bit & (1 << length) - 1) << low).to(torch.uint8)
+    nibbles = nibbles.transpose(1, 2).reshape(experts, n, chunks * CHUNK)[..., :k]
+    fours = _turn_left(bytes8.transpose(1, 2).flatten().view(torch.int32).long() & 0xFFFFFFFF, 28).to(torch.int32)
+    scale = fours.view(torch.uint8).view(experts, n, -1)[..., : k // BLOCK]
+    back = _scale_bytes()[1].to(words.device)
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4, back[scale.int()].to(torch.uint8)
 
 
 def pack_experts_on(device: torch.device, weight: NVFP4Tensor, name: str = "experts") -> NVFP4Tiles:
@@ -151,11 +160,14 @@ def pack_experts_on(device: torch.device, weight: NVFP4Tensor, name: str = "expe
     return tiles
 
 
+def stack_part(tiles: NVFP4Tiles, some: slice) -> NVFP4Tiles:
+    """Some matrices of a stack, as a view."""
+    return NVFP4Tiles(tiles.codes[some], tiles.scales[some], tiles.global_scale[some], tiles.inputs)
+
+
 def expert_of(tiles: NVFP4Tiles, index: int) -> NVFP4Tensor:
     """Matrix `index` of the stack that `pack_experts` was given, byte for byte: [N, K], unpacked alone."""
-    one = slice(index, index + 1)
-    alone = unpack_experts(NVFP4Tiles(tiles.codes[one], tiles.scales[one], tiles.global_scale[one], tiles.inputs))
-    return NVFP4Tensor(*(part[0] for part in alone))
+    return NVFP4Tensor(*(part[0] for part in unpack_experts(stack_part(tiles, slice(index, index + 1)))))
 
 
 def takes_tiles(device: torch.device | str, dtype: torch.dtype) -> bool:

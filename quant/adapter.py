@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,12 +152,13 @@ class AdapterSpec:
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Exact key set: tensor name to shape, A [r, K] and B [N, r] of every adapted module."""
-        out: dict[str, tuple[int, int]] = {}
-        for module in self.shape.modules(self.roles):
-            n, k = self.shape.matrix(module.role)
-            out[tensor_name(module, "A")] = (self.rank, k)
-            out[tensor_name(module, "B")] = (n, self.rank)
-        return out
+        return dict(_shapes(self))
+
+    def check_names(self, names: Mapping[str, Any]) -> None:
+        """Raise `AdapterError` naming the first tensors that are missing or unknown."""
+        expected = _shapes(self)
+        if names.keys() != expected.keys():
+            raise AdapterError(_summary(_name_problems(expected, names)))
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `AdapterError` naming the first tensors that are missing, unknown, or of another shape or dtype."""
@@ -170,6 +172,17 @@ class AdapterSpec:
                 problems.append(f"{name} is {_dtype_name(t)}, not {self.dtype}")
         if problems:
             raise AdapterError(_summary(problems))
+
+
+@lru_cache(maxsize=8)
+def _shapes(spec: AdapterSpec) -> dict[str, tuple[int, int]]:
+    """Kept: every sync asks for all names, of which a large model has tens of thousands."""
+    out: dict[str, tuple[int, int]] = {}
+    for module in spec.shape.modules(spec.roles):
+        n, k = spec.shape.matrix(module.role)
+        out[tensor_name(module, "A")] = (spec.rank, k)
+        out[tensor_name(module, "B")] = (n, spec.rank)
+    return out
 
 
 def tensor_name(module: ModuleId, side: str) -> str:
@@ -231,13 +244,19 @@ class Manifest:
         return len(self.parts) or 1
 
     def to_json(self) -> str:
-        """As one JSON object."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """As one JSON object. Names are one text and digests another: what a parser has to look at are a few strings, not thousands."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps(fields | {"digests": _joined(self.digests), "parts": [_joined(part) for part in self.parts]})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Inverse of `to_json`. A text that names no algorithm is from before there were two."""
-        return cls(**({"algorithm": FORMER_ALGORITHM} | json.loads(text)))
+        """Inverse of `to_json`. A text that names no algorithm is from before there were two.
+
+        Raises `AdapterError` when it has not a digest for each name.
+        """
+        fields = {"algorithm": FORMER_ALGORITHM} | json.loads(text)
+        parts = [_taken_apart(part) for part in fields.get("parts", [])]
+        return cls(**(fields | {"digests": _taken_apart(fields["digests"]), "parts": parts}))
 
     def differences(self, held: Manifest) -> list[str]:
         """What is wrong with `held` (the engine's answer), one short sentence each; empty when it holds exactly this."""
@@ -251,6 +270,8 @@ class Manifest:
         if held.world != self.ranks or not 0 <= held.rank < held.world:
             return [*problems, f"rank {held.rank} of {held.world} answered, the adapter was sent to {self.ranks}"]
         expected = self.parts[held.rank] if self.parts else self.digests
+        if held.digests == expected:
+            return problems
         problems += _name_problems(expected, held.digests)
         problems += [
             f"{name} differs: {held.digests[name]} is held, {want} was sent"
@@ -270,6 +291,19 @@ class Manifest:
             raise AdapterError(f"{where}: {_summary(problems)}")
 
 
+def _joined(digests: Mapping[str, str]) -> list[str]:
+    """[names, digests], a line each."""
+    return ["\n".join(digests), "\n".join(digests.values())]
+
+
+def _taken_apart(joined: Sequence[str]) -> dict[str, str]:
+    names, digests = (text.split("\n") if text else [] for text in joined)
+    found = dict(zip(names, digests, strict=False))
+    if not len(found) == len(names) == len(digests):
+        raise AdapterError(f"a manifest has {len(digests)} digests for {len(names)} names, of which {len(set(names))} are different")
+    return found
+
+
 class Taken(NamedTuple):
     """Digests of an adapter's tensors."""
 
@@ -279,34 +313,56 @@ class Taken(NamedTuple):
 
 
 class Taking:
-    """Takes the digests of an adapter tensor by tensor, on whatever device each is: of the whole, and of the parts of `world` ranks."""
+    """Takes the digests of an adapter as its tensors come, on whatever device each is: of the whole, and of the parts of `world` ranks."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], world: int = 1) -> None:
         """`shapes`: of all tensors that will come. Raises `LayoutError` when their parts do not cover them."""
         self.shapes = shapes
-        self.parts: list[dict[str, Part]] = Ranks.of_adapter(shapes, world).adapters(shapes) if world > 1 else []
+        self._ranks = _ranks(tuple((name, tuple(shape)) for name, shape in shapes.items()), world) if world > 1 else _Ranks({}, [])
         self._digester = Digester()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor, which must keep its values until `finish`. Raises `AdapterError` when it was not announced."""
-        if name not in self.shapes:
-            raise AdapterError(f"{name} is no tensor of this adapter")
-        self._digester.add(name, tensor)
-        for part in {held[name] for held in self.parts if name in held}:
-            if not part.is_whole(tensor.shape):
-                self._digester.add(_part_name(name, part), part.of(tensor))
+        self.add_stack((name,), tensor[None])
+
+    def add_stack(self, names: tuple[str, ...], stack: Tensor) -> None:
+        """`add` of the tensors along the first dimension of `stack`."""
+        if not self.shapes.keys() >= set(names):
+            raise AdapterError(f"{next(name for name in names if name not in self.shapes)} is no tensor of this adapter")
+        self._digester.add_stack(names, stack)
+        for name in self._ranks.cuts.keys() & set(names):
+            for part in self._ranks.cuts[name]:
+                self._digester.add(_part_name(name, part), part.of(stack[names.index(name)]))
 
     def finish(self) -> Taken:
-        """All digests. Raises `AdapterError` when a tensor that was announced did not come."""
+        """All digests, in the order of the shapes. Raises `AdapterError` when a tensor that was announced did not come."""
         found = self._digester.finish()
         missing = [name for name in self.shapes if name not in found]
         if missing:
             raise AdapterError(f"{missing[0]} was announced and did not come ({len(missing)} such tensors)")
-        parts = [
-            {name: found[name if part.is_whole(self.shapes[name]) else _part_name(name, part)] for name, part in held.items()}
-            for held in self.parts
-        ]
-        return Taken({name: hexes for name, hexes in found.items() if name in self.shapes}, parts)
+        parts = [{name: found[key] for name, key in keys.items()} for keys in self._ranks.keys]
+        return Taken({name: found[name] for name in self.shapes}, parts)
+
+
+class _Ranks(NamedTuple):
+    """What the ranks of a replica hold, as digests are taken of it."""
+
+    cuts: dict[str, list[Part]]
+    """Parts by tensor, of those that some ranks hold in part."""
+    keys: list[dict[str, str]]
+    """Of each rank: tensor to the name under which the digest of what it holds is taken."""
+
+
+@lru_cache(maxsize=4)
+def _ranks(shapes: tuple[tuple[str, tuple[int, ...]], ...], world: int) -> _Ranks:
+    """Kept: they are the same in every sync of a run. Raises `LayoutError`."""
+    whole = dict(shapes)
+    held = Ranks.of_adapter(whole, world).adapters(whole)
+    cuts: dict[str, list[Part]] = {}
+    for part_name, part in {(name, part) for parts in held for name, part in parts.items()}:
+        if not part.is_whole(whole[part_name]):
+            cuts.setdefault(part_name, []).append(part)
+    return _Ranks(cuts, [{n: n if part.is_whole(whole[n]) else _part_name(n, part) for n, part in parts.items()} for parts in held])
 
 
 def _part_name(name: str, part: Part) -> str:

@@ -59,8 +59,10 @@ _THREADED_BYTES = 8 << 20
 # Buffers of each thread, 1 MiB: to ask for them anew costs as much as a small adapter.
 _WORKSPACE = threading.local()
 
-_Part = tuple[np.ndarray, int]
-"""Words [rows, columns] of some chunks, and the row of S for the first."""
+_Part = tuple[np.ndarray, int, int]
+"""Words [rows, columns] of some chunks, the row of S for the first, and how many rows of S further each next one is."""
+_Item = tuple[tuple[str, ...], Tensor]
+"""Names, and the tensors below them as one [names, ...], of which each is contiguous."""
 
 
 @lru_cache(maxsize=1)
@@ -85,52 +87,63 @@ def digests(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dic
 
 
 class Digester:
-    """Takes tensors one by one, on any devices, and gives their digests at the end. A tensor must keep its values until then."""
+    """Takes tensors, on any devices, and gives their digests at the end. A tensor must keep its values until then."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
-        self._pending: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
+        self._kinds: dict[tuple[str, ...], tuple[torch.dtype, torch.Size, int]] = {}
+        self._names: set[str] = set()
+        self._pending: dict[torch.device, list[_Item]] = {}
         self._pending_bytes = 0
         self._launched: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
         self._lanes: dict[str, bytes] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor under a name. Raises `ValueError` when the name was used before."""
-        if name in self._kinds:
-            raise ValueError(f"{name!r} is digested already")
-        size = tensor.nbytes
-        self._kinds[name] = (tensor.dtype, tensor.shape, size)
-        device = tensor.device
-        if device not in self._pending:
-            self._pending[device] = ([], [])
-        names, tensors = self._pending[device]
-        names.append(name)
-        tensors.append(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
-        self._pending_bytes += size
+        self.add_stack((name,), tensor[None])
+
+    def add_stack(self, names: tuple[str, ...], stack: Tensor) -> None:
+        """Take the tensors `stack` [len(names), ...] along its first dimension, as `add` takes them one by one."""
+        if len(names) != len(stack):
+            raise ValueError(f"{len(names)} names are given for {len(stack)} tensors")
+        if not names:
+            return
+        before = len(self._names)
+        if not self._names.isdisjoint(names):
+            raise ValueError(f"{next(name for name in names if name in self._names)!r} is digested already")
+        self._names.update(names)
+        if len(self._names) != before + len(names):
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+        self._kinds[names] = (stack.dtype, stack.shape[1:], stack.nbytes // len(names))
+        held = stack if stack.is_contiguous() or stack[0].is_contiguous() else stack.detach().contiguous()
+        self._pending.setdefault(stack.device, []).append((names, held))
+        self._pending_bytes += stack.nbytes
         if self._pending_bytes >= _BATCH_BYTES:
             self._flush()
 
     def finish(self) -> dict[str, str]:
         """Name to digest, in the order of `add`. The one place that waits for a device."""
         self._flush()
-        headers = [(name, _header(*kind)) for name, kind in self._kinds.items()]  # while a device works
+        headers = [(names, _header(*kind)) for names, kind in self._kinds.items()]  # while a device works
         for batches in self._launched.values():
             lanes = torch.cat([lanes for _, lanes in batches]) if len(batches) > 1 else batches[0][1]
             self._keep([name for names, _ in batches for name in names], lanes.cpu().numpy())
         self._launched.clear()
-        return {name: hashlib.blake2b(header + self._lanes[name], digest_size=16).hexdigest() for name, header in headers}
+        taken = self._lanes
+        return {name: hashlib.blake2b(header + taken[name], digest_size=16).hexdigest() for names, header in headers for name in names}
 
     def _flush(self) -> None:
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
-        for device, (names, tensors) in pending.items():
+        for device, items in pending.items():
+            names = [name for each, _ in items for name in each]
+            stacks = [stack for _, stack in items]
             if device.type == "cpu":
-                self._keep(names, host_lanes(tensors))
-            elif fast_path(tensors[0]):
+                self._keep(names, host_lanes(stacks))
+            elif fast_path(stacks[0]):
                 from .triton_digest import device_lanes
 
-                self._launched.setdefault(device, []).append((names, device_lanes(tensors)))
+                self._launched.setdefault(device, []).append((names, device_lanes(stacks)))
             else:
-                sums = [torch_sums(t) for t in tensors]
+                sums = [torch_sums(t) for stack in stacks for t in stack]
                 self._keep(names, combine(torch.cat(sums).cpu().numpy().view(np.uint64), [len(s) for s in sums]))
 
     def _keep(self, names: list[str], lanes: np.ndarray) -> None:
@@ -144,25 +157,30 @@ def _header(dtype: torch.dtype, shape: torch.Size, size: int) -> bytes:
     return f"{ALGORITHM} {str(dtype).removeprefix('torch.')} {tuple(shape)} {size}\0".encode()
 
 
-def host_lanes(tensors: list[Tensor]) -> np.ndarray:
-    """L, uint64 [tensors, 4], of contiguous CPU tensors."""
-    words = [_host_words(t) for t in tensors]
-    counts = [-(-len(w) // CHUNK) for w in words]
+def host_lanes(stacks: list[Tensor]) -> np.ndarray:
+    """L, uint64 [tensors, 4], of the tensors along the first dimension of CPU tensors. Each of them is contiguous."""
+    words = [_host_words(stack) for stack in stacks]
+    sizes = [-(-w.shape[1] // CHUNK) for w in words]
+    counts = [size for w, size in zip(words, sizes, strict=True) for _ in range(len(w))]
     sums = np.empty((sum(counts), LANES), np.uint64)
     # Chunks of one width are multiplied together, whatever tensors they are from: adapters have many small tensors of few shapes.
     by_width: dict[int, list[_Part]] = {}
     at = 0
-    for w, count in zip(words, counts, strict=True):
-        full = len(w) // CHUNK * CHUNK
-        for start in range(0, full, _ROWS * CHUNK):
-            part = w[start : min(start + _ROWS * CHUNK, full)].reshape(-1, CHUNK)
-            by_width.setdefault(CHUNK, []).append((part, at + start // CHUNK))
-        if full < len(w):
-            by_width.setdefault(len(w) - full, []).append((w[None, full:], at + count - 1))
-        at += count
+    for w, size in zip(words, sizes, strict=True):
+        rows, width = w.shape
+        full = width // CHUNK * CHUNK
+        for row in range(rows if full else 0):
+            for start in range(0, full, _ROWS * CHUNK):
+                part = w[row, start : min(start + _ROWS * CHUNK, full)].reshape(-1, CHUNK)
+                by_width.setdefault(CHUNK, []).append((part, at + row * size + start // CHUNK, 1))
+        if full < width:
+            limit = _ROWS * CHUNK // (width - full)
+            for row in range(0, rows, limit):
+                by_width.setdefault(width - full, []).append((w[row : row + limit, full:], at + row * size + size - 1, size))
+        at += rows * size
     jobs = [job for width, parts in by_width.items() for job in _joined(parts, _ROWS * CHUNK // width)]
     threads = min(torch.get_num_threads(), len(jobs))
-    if threads > 1 and sum(map(len, words)) * 4 >= _THREADED_BYTES:
+    if threads > 1 and sum(w.size for w in words) * 4 >= _THREADED_BYTES:
         # numpy lets go of the interpreter while it multiplies.
         with ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(_host_sums, jobs[i::threads], sums) for i in range(threads)]:
@@ -172,11 +190,11 @@ def host_lanes(tensors: list[Tensor]) -> np.ndarray:
     return combine(sums, counts)
 
 
-def _host_words(t: Tensor) -> np.ndarray:
-    """Little-endian uint32 words of a contiguous CPU tensor; a view where the length allows it."""
-    data = t.detach().reshape(-1).view(torch.uint8).numpy()
-    if len(data) % 4:
-        data = np.concatenate((data, np.zeros(-len(data) % 4, np.uint8)))
+def _host_words(stack: Tensor) -> np.ndarray:
+    """Little-endian uint32 words [tensors, words] of a CPU stack of contiguous tensors; a view where their length allows it."""
+    data = stack.detach().reshape(len(stack), stack[0].numel()).view(torch.uint8).numpy()
+    if data.shape[1] % 4:
+        data = np.pad(data, ((0, 0), (0, -data.shape[1] % 4)))
     return data.view("<u4")
 
 
@@ -202,15 +220,15 @@ def _host_sums(jobs: list[list[_Part]], sums: np.ndarray) -> None:
     wide, products = _WORKSPACE.buffers
     for job in jobs:
         columns = job[0][0].shape[1]
-        rows = sum(len(words) for words, _ in job)
+        rows = sum(len(words) for words, _, _ in job)
         w, product = (buffer[: rows * columns].reshape(rows, columns) for buffer in (wide, products))
         found = np.empty((LANES, rows), np.uint64)
         at = 0
         into: list[int] = []
-        for words, row in job:
+        for words, row, step in job:
             w[at : at + len(words)] = words
             at += len(words)
-            into += range(row, row + len(words))
+            into += range(row, row + len(words) * step, step)
         for lane in range(LANES):
             np.multiply(w, keys[lane : lane + columns], out=product)
             np.add.reduce(product, axis=1, out=found[lane])

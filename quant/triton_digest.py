@@ -80,20 +80,29 @@ def _lanes_kernel(buffer_ptr, keys_ptr, tensors, PAIRS: tl.constexpr, ROWS: tl.c
     _add_lane(sums3, row, tl.load(strides_ptr + 3), exists, lanes_ptr + 3)
 
 
-def device_lanes(tensors: list[Tensor]) -> Tensor:
-    """L of contiguous tensors on one device, int64 [tensors, 4] there, with the bits of uint64. Nothing is waited for."""
-    device, count = tensors[0].device, len(tensors)
-    addresses, sizes = [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
-    copies = {i: _padded(tensors[i], sizes[i]) for i in range(count) if (addresses[i] | sizes[i]) % 8}
-    for i, copy in copies.items():
-        addresses[i] = copy.data_ptr()
-    pairs = (np.array(sizes, np.int64) + 7) // 8
+def device_lanes(stacks: list[Tensor]) -> Tensor:
+    """L, int64 [tensors, 4] with the bits of uint64, of the tensors along the first dimension of `stacks`, which are on one device.
+
+    Each of these tensors is contiguous. Nothing is waited for.
+    """
+    device = stacks[0].device
+    rows = np.array([len(stack) for stack in stacks], np.int64)
+    starts = np.array([stack.data_ptr() for stack in stacks], np.int64)
+    steps = np.array([stack.stride(0) * stack.itemsize for stack in stacks], np.int64)
+    sizes = np.array([stack.nbytes for stack in stacks], np.int64) // rows
+    copies = []  # which stay until the kernel is queued behind them
+    for i in np.flatnonzero((starts | sizes | np.where(rows > 1, steps, 0)) % 8):
+        copies.append(_padded(stacks[i]))
+        starts[i], steps[i] = copies[-1].data_ptr(), copies[-1].shape[1]
+    count = int(rows.sum())
+    row = np.arange(count) - np.repeat(np.cumsum(rows) - rows, rows)
+    pairs = np.repeat((sizes + 7) // 8, rows)
     tiles = -(-pairs // (ROWS * CHUNK // 2))
     programs = int(tiles.sum())
     # One buffer, one transfer: the lanes, zero at first, then what `_lanes_kernel` calls the table.
     buffer = np.zeros((LANES + 2) * count + programs, np.int64)
     table = buffer[LANES * count :]
-    table[:count], table[count : 2 * count] = addresses, pairs
+    table[:count], table[count : 2 * count] = np.repeat(starts, rows) + row * np.repeat(steps, rows), pairs
     owner = np.repeat(np.arange(count), tiles)
     table[2 * count :] = owner << 32 | np.arange(programs) - (np.cumsum(tiles) - tiles)[owner]
     on_device = torch.from_numpy(buffer).to(device)
@@ -104,10 +113,11 @@ def device_lanes(tensors: list[Tensor]) -> Tensor:
     return lanes
 
 
-def _padded(t: Tensor, size: int) -> Tensor:
-    """An aligned copy of the bytes of `t`, with zeros up to a multiple of 8."""
-    out = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=t.device)
-    out[:size] = t.detach().reshape(-1).view(torch.uint8)
+def _padded(stack: Tensor) -> Tensor:
+    """Aligned copies of the bytes of each tensor of a stack, uint8 [tensors, bytes], with zeros up to a multiple of 8."""
+    size = stack.nbytes // len(stack)
+    out = torch.zeros(len(stack), -(-size // 8) * 8, dtype=torch.uint8, device=stack.device)
+    out[:, :size] = stack.detach().reshape(len(stack), stack[0].numel()).view(torch.uint8)
     return out
 
 

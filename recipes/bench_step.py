@@ -43,8 +43,8 @@ class Phase:
     """(name, key) of what lies inside it."""
 
 
-SYNC_PARTS = ("export", "digest", "share", "write", "load", "verify")
-"""What a sync is made of, in order; a path over the host has no share, one on the GPU no write."""
+SYNC_PARTS = ("export", "digest", "share", "write", "wait", "load", "verify")
+"""What a sync is made of, in order; a path over the host has no share, one on the GPU no write. To wait for is an engine that wakes."""
 PHASES = (
     Phase("rollout", "time/rollout", (("generate", "time/generate"), ("reward", "time/reward"), ("enqueue", "time/enqueue"))),
     Phase("collect", "time/collect", (("sleep", "time/sleep"),)),

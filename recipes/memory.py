@@ -61,7 +61,7 @@ class MemoryReport:
 
 def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     """Memory by phase. A KV pool that does not hold one whole sequence is planned for one, see `MemoryReport.sequences`."""
-    model, layout, rollout, actor = found.model, found.layout, verl.actor_rollout_ref.rollout, verl.actor_rollout_ref.actor
+    layout, rollout, actor = found.layout, verl.actor_rollout_ref.rollout, verl.actor_rollout_ref.actor
     parameters = parts.trainable(found).total
     usable = found.gpu.memory_gb * 1e9 * recipe.cluster.usable_share if found.gpu else None
     engine, sequences = engine_parts(recipe, verl, found)
@@ -76,7 +76,7 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     asleep = rollout.free_cache_engine
     resident = {} if asleep else engine
     syncing = {k: v for k, v in engine.items() if k != "engine: KV cache"} if asleep else engine
-    gathering = {"trainer: adapter of one layer gathered": 6 * parameters / max(1, model.layers)}
+    gathering = {"trainer: adapter to send": 2.0 * parameters, "trainer: masters rounded and gathered": parts.exporting(found)}
     phases = (
         Phase("generate", state | engine, usable),
         Phase("train", training | resident, usable),
@@ -175,7 +175,7 @@ def trainer_parts(recipe: Recipe, verl: DictConfig, found: Validated, tokens: in
         "forward": state | gathered | kept | _larger("trainer: one layer", forward, "trainer: logits", head[0]),
         "backward": first | _larger(*layer.popitem(), "trainer: logits", head[1]),
         "optimizer": state | gradient | {"trainer: square roots of moments": 4 * parameters / ranks},
-        "export": state | {"trainer: adapter to send": 2.0 * parameters, "trainer: adapter of one layer gathered": 1.5 * adapter},
+        "export": state | {"trainer: adapter to send": 2.0 * parameters, "trainer: masters rounded and gathered": parts.exporting(found)},
     }
 
 

@@ -15,6 +15,7 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.ranks import ROW_ROLES
 from samebits.quant.roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, SHARED_ROLES, Role
 from samebits.quant.sizes import plan_weights
+from samebits.trainer.export import BATCH_BYTES
 
 from .config import Recipe
 from .plan_tables import BITS, Model
@@ -52,6 +53,13 @@ def trainable(found: Validated) -> Trainable:
         count = found.model.count(role) * found.spec.rank * sum(found.model.matrix(role))
         experts, rest = (experts + count, rest) if role in EXPERT_ROLES else (experts, rest + count)
     return Trainable(experts, rest)
+
+
+def exporting(found: Validated) -> float:
+    """What a batch of masters takes while the adapter leaves the trainer, beside the buffer that is sent: its values, half of it in fp32
+    twice, of this rank's shard, and half of it once more between gathering and being put in order."""
+    batch, ranks = min(trainable(found).total, BATCH_BYTES / 2), found.layout.fsdp
+    return 2.0 * batch + 4.0 * batch / ranks + (batch if ranks > 1 else 0.0)
 
 
 def base(recipe: Recipe, found: Validated) -> float:

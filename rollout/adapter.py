@@ -13,7 +13,6 @@ is exact there; `held` refuses to answer when a cast back is not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
-from samebits.quant.adapter import PREFIX, AdapterError, Manifest, load_peft, peft_metadata
+from samebits.quant.adapter import AdapterError, Manifest, load_peft, peft_metadata
+from samebits.quant.digests import Digester
 from samebits.quant.profile import NumericsProfile, require_same
-from samebits.quant.ranks import Part
+from samebits.quant.stacks import StackedTensors, copy_all
 
-from .ipc import CUDA, FlatLayout, Handles, open_own
-from .slots import IN_MEMORY, AdapterSlots
+from .ipc import CUDA, Handles, open_own
+from .slot_plan import SlotPlan, parts_of, slots_of
+from .slots import IN_MEMORY
 
 
 def lora_request(version: int) -> LoRARequest:
@@ -42,41 +43,18 @@ def adapter_id(version: int) -> int:
     return version + 1
 
 
-def _slots(model: Any) -> AdapterSlots:
-    for adapter in model.adapters():
-        return adapter.slots
-    raise AdapterError("the engine takes no adapters: it was started without enable_lora")
-
-
-def _views(model: Any, slot: int) -> dict[str, Tensor]:
-    """Tensor name to the part of the engine's buffers that holds it."""
-    return {
-        f"{PREFIX}{path}.lora_{side}.weight": view
-        for adapter in model.adapters()
-        for path, pair in adapter.views(slot).items()
-        for side, view in zip("AB", pair, strict=True)
-    }
-
-
-def _parts(model: Any) -> dict[str, Part]:
-    """Tensor name to the part of it that this rank holds."""
-    return model.group.ranks.adapter(model.group.rank, _slots(model).spec.shapes())
-
-
 def load(model: Any, tensors: Mapping[str, Tensor], version: int) -> None:
     """Copy an adapter, of which whole tensors are given, into a slot under `version`; nothing received is changed.
 
     Raises `AdapterError`: a tensor is missing, unknown or of another shape or dtype; the version is resident already; a layer of the
     engine would be left without its pair. The engine's slots are unchanged then.
     """
-    slots = _slots(model)
+    slots = slots_of(model)
     slots.spec.check(tensors)
-    parts, views = _parts(model), _views(model, 0)
-    odd = sorted(views.keys() ^ parts.keys()) or [n for n, v in views.items() if tuple(v.shape) != parts[n].shape(tensors[n].shape)]
-    if odd:
-        raise AdapterError(f"engine and adapter disagree on {len(odd)} tensors, the first is {odd[0]}")
-    for name, view in _views(model, slots.occupy(adapter_id(version))).items():
-        view.copy_(parts[name].of(tensors[name]))
+    parts = parts_of(model)
+    SlotPlan.of(model, 0)  # which says what does not fit before a slot is taken
+    held = SlotPlan.of(model, slots.occupy(adapter_id(version))).tensors()
+    copy_all(list(held.values()), [parts[name].of(tensors[name]) for name in held])
 
 
 def load_path(model: Any, path: str, version: int) -> None:
@@ -89,11 +67,15 @@ def load_path(model: Any, path: str, version: int) -> None:
 def load_shared(model: Any, texts: str, sent: Manifest, handles: Handles = CUDA) -> None:
     """`load` from that buffer of `texts`, of other processes, which is on this rank's device (see `ipc`); it is closed afterwards.
 
-    Raises `NotShareable` when it cannot be opened, `AdapterError` when it is not laid out as the manifest says.
+    Raises `NotShareable` when it cannot be opened, `AdapterError` when the manifest names other tensors than the engine's adapter has, or
+    the buffer is of another size.
     """
-    slots = _slots(model)
-    layout = FlatLayout.of(sent.digests, slots.spec.shapes(), getattr(torch, slots.spec.dtype))
-    load(model, layout.views(open_own(texts, slots.device, handles)), sent.version)
+    slots = slots_of(model)
+    plan = SlotPlan.of(model, 0)
+    slots.spec.check_names(sent.digests)
+    flat = open_own(texts, slots.device, handles)
+    plan.layout.require(flat)
+    SlotPlan.of(model, slots.occupy(adapter_id(sent.version))).fill(flat)
     if slots.device.type == "cuda":
         torch.cuda.current_stream(slots.device).synchronize()  # the sender may free the buffer when it has our answer
 
@@ -104,7 +86,7 @@ def load_folder(model: Any, folder: Path, version: int) -> None:
     Refused before a slot is touched: a folder that cannot be read, another shape or rank, an adapter that was trained with another
     numerics profile, and a third adapter where both slots are taken (requests for the one that would leave are still being accepted).
     """
-    slots = _slots(model)
+    slots = slots_of(model)
     tensors = load_peft(folder, slots.spec)
     profile = folder_profile(folder, model.settings.profile)
     if None not in slots.occupants:
@@ -127,21 +109,18 @@ def folder_profile(folder: Path, profile: NumericsProfile) -> str:
 
 def held_tensors(model: Any, version: int) -> dict[str, Tensor]:
     """What the engine multiplies with for `version`, under wire names, bf16, on the engine's device. Raises `AdapterError`."""
-    slots = _slots(model)
-    dtype = getattr(torch, slots.spec.dtype)
-    out, inexact = {}, {}
-    for name, view in _views(model, slots.slot(adapter_id(version))).items():
-        out[name] = view.to(dtype).contiguous()
-        if view.dtype != dtype:
-            inexact[name] = (out[name].to(view.dtype) != view).any()
-    # Looked at together: on a GPU each look is a wait.
-    for name, found in zip(inexact, torch.stack(list(inexact.values())).tolist() if inexact else (), strict=True):
-        if found:
-            raise AdapterError(f"{name}: the engine holds values that {slots.spec.dtype} does not have")
-    return out
+    return dict(StackedTensors(_plan(model, version).read()))
 
 
 def held(model: Any, version: int) -> Manifest:
     """Manifest of what the engine holds for `version`, read from its own buffers. Raises `AdapterError` when it holds none."""
-    read = Manifest.of(held_tensors(model, version), version, model.settings.profile.hash)
-    return replace(read, rank=model.group.rank, world=model.group.world)
+    digester, size = Digester(), 0
+    for names, stack in _plan(model, version).read():
+        digester.add_stack(names, stack)
+        size += stack.nbytes
+    group = model.group
+    return Manifest(version, model.settings.profile.hash, digester.finish(), size, rank=group.rank, world=group.world)
+
+
+def _plan(model: Any, version: int) -> SlotPlan:
+    return SlotPlan.of(model, slots_of(model).slot(adapter_id(version)))

@@ -1,7 +1,7 @@
 """An adapter from one process to another on the same GPU, without a copy on the host: CUDA's inter-process handles.
 
-The sender lays all tensors into one buffer on its device, in the order of the manifest, and sends a handle of a few hundred bytes. The
-receiver opens it, copies each tensor into the slot of the next version and lets go; the sender keeps the buffer until it has the answer.
+The sender lays all tensors into one buffer on its device, as `quant.stacks.FlatLayout` says, and sends a handle of a few hundred bytes. The
+receiver opens it, copies each stack into the slot of the next version and lets go; the sender keeps the buffer until it has the answer.
 Nothing about the proof changes: digests are taken of what the trainer exported and of what the slots hold afterwards.
 
 Both must be on one device, told by its UUID since each process numbers its devices by itself. To a replica of several ranks, each of
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,51 +25,12 @@ from torch.multiprocessing import reductions
 
 from samebits.quant.adapter import AdapterError
 
-ALIGNMENT = 256
-"""Bytes to whose multiples each tensor is laid: what cudaMalloc gives and vector loads take."""
 _CUDA_MALLOC = b"c"  # second byte of torch's handle: how the memory was allocated
 _DEVICE, _HANDLE = 6, 7  # places among the arguments of torch's `rebuild_cuda_tensor`
 
 
 class NotShareable(AdapterError):
     """Memory cannot be handed to another process. The message is one line that says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatLayout:
-    """Where the tensors of an adapter lie in one buffer."""
-
-    dtype: torch.dtype
-    places: dict[str, tuple[int, tuple[int, ...]]]
-    """Name to (first element, shape), in the manifest's order."""
-    numel: int
-    """Elements of the buffer, padding included."""
-
-    @classmethod
-    def of(cls, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> FlatLayout:
-        """Layout of `names` in their order. Raises `AdapterError` where a name has no shape."""
-        step = ALIGNMENT // dtype.itemsize
-        places, at = {}, 0
-        for name in names:
-            if name not in shapes:
-                raise AdapterError(f"{name} is no tensor of this adapter")
-            places[name] = (at, tuple(shapes[name]))
-            size = torch.Size(shapes[name]).numel()
-            at += -(-size // step) * step
-        return cls(dtype, places, at)
-
-    def buffer(self, device: torch.device | str) -> Tensor:
-        """An uninitialised buffer, one allocation."""
-        return torch.empty(self.numel, dtype=self.dtype, device=device)
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Name to its part of `flat`, without a copy. Raises `AdapterError` when `flat` is no buffer of this layout."""
-        if flat.dtype != self.dtype or tuple(flat.shape) != (self.numel,) or not flat.is_contiguous():
-            found = f"{tuple(flat.shape)} of {str(flat.dtype).removeprefix('torch.')}"
-            raise AdapterError(
-                f"the shared buffer is {found}, the adapter needs ({self.numel},) of {str(self.dtype).removeprefix('torch.')}"
-            )
-        return {name: flat[at : at + torch.Size(shape).numel()].view(shape) for name, (at, shape) in self.places.items()}
 
 
 class Handles(Protocol):

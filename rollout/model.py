@@ -29,6 +29,7 @@ from samebits.kernels.rope import rope_table
 from samebits.kernels.sums import summed_in
 from samebits.kernels.taps import tap
 from samebits.quant.roles import MODULE_PATHS, NOT_TEXT, module_id, strip_prefixes
+from samebits.quant.stacks import Stacked, StackedTensors
 
 from . import settings as engine_settings
 from . import vllm_patches
@@ -373,21 +374,25 @@ class MiniMaxM3ForCausalLM(nn.Module, SupportsLoRA):
 
     def base_values(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint path and value of every frozen weight, as it is multiplied, of which this rank holds a part: that part."""
+        return iter(StackedTensors(self.base_stacks()))
+
+    def base_stacks(self) -> Iterator[Stacked]:
+        """`base_values` by stacks: of a layer's experts many at a time, each unpacked once."""
         for path, module in self.named_modules():
             if isinstance(module, Projection):
                 parts = MXFP8Linear.value(module).split(module.sizes)
-                yield from zip((one.path for one in module.slices), parts, strict=True)
+                yield from (((one.path,), part[None]) for one, part in zip(module.slices, parts, strict=True))
             elif isinstance(module, Experts):
-                for e in range(module.count):
-                    w13, w2 = NVFP4Experts.values(module, e)
-                    (w1, w3), expert = w13.chunk(2), f"{path}.{module.first + e}"
-                    yield from ((f"{expert}.w1", w1), (f"{expert}.w2", w2), (f"{expert}.w3", w3))
+                for first, w13, w2 in NVFP4Experts.values(module):
+                    w1, w3 = w13.chunk(2, dim=1)
+                    experts = [f"{path}.{module.first + first + e}" for e in range(len(w2))]
+                    yield from ((tuple(f"{expert}.{w}" for expert in experts), stack) for w, stack in (("w1", w1), ("w2", w2), ("w3", w3)))
             elif isinstance(module, Head):
                 if len(module.held):
-                    yield path, module.held
+                    yield (path,), module.held[None]
             else:
                 for name, param in module.named_parameters(recurse=False):
-                    yield path if name == "weight" else f"{path}.{name}", param
+                    yield (path if name == "weight" else f"{path}.{name}",), param[None]
 
 
 def _require(name: str, tensor: Tensor, dtype: torch.dtype | None, shape: torch.Size | None = None) -> None:

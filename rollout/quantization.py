@@ -16,6 +16,7 @@ A layer may carry an adapter (see `slots.py`); its delta goes into the same fp32
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from samebits.kernels.expert_tiles import NVFP4Tiles, expert_of, pack_experts, takes_tiles
+from samebits.kernels.expert_tiles import CHUNK, pack_experts, stack_part, takes_tiles, unpack_experts
 from samebits.kernels.linear import frozen_linear, lora_linear
 from samebits.kernels.linear_tiles import pack_linear, unpack_linear
 from samebits.quant import mxfp8, nvfp4
@@ -31,6 +32,8 @@ from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
 
 NAME = "samebits"
+_VALUE_BYTES = 256 << 20
+"""Of the larger stack of some experts, rebuilt to be looked at."""
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -132,17 +135,23 @@ class NVFP4Experts(QuantizeMethodBase):
                 delattr(layer, f"{name}_{leaf}")
 
     @staticmethod
-    def values(layer: nn.Module, expert: int) -> tuple[Tensor, Tensor]:
-        """fp32 w13 [2I, H] and w2 [H, I] of one expert, what is multiplied."""
-        return tuple(_expert(weight, expert) for weight in (layer.w13, layer.w2))
+    def values(layer: nn.Module) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """What is multiplied: (first expert, fp32 w13 [E', 2I, H], w2 [E', H, I]) of runs of experts, all of them once.
+
+        A run of what has to be rebuilt is as long as fits into `_VALUE_BYTES`.
+        """
+        if isinstance(layer.w13, Tensor):
+            yield 0, layer.w13, layer.w2
+            return
+        experts, matrix = len(layer.w13.codes), layer.w13.scales[0].numel() * CHUNK * torch.float32.itemsize
+        step = max(1, _VALUE_BYTES // matrix)
+        for first in range(0, experts, step):
+            some = slice(first, first + step)
+            yield first, *(nvfp4.dequantize(unpack_experts(stack_part(weight, some))) for weight in (layer.w13, layer.w2))
 
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Unused: the experts module calls `kernels.moe` itself."""
         raise NotImplementedError("routed experts are multiplied by kernels.moe")
-
-
-def _expert(weight: Tensor | NVFP4Tiles, expert: int) -> Tensor:
-    return weight[expert] if isinstance(weight, Tensor) else nvfp4.dequantize(expert_of(weight, expert))
 
 
 @register_quantization_config(NAME)

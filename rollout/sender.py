@@ -14,10 +14,11 @@ verl's own adapter to a vLLM server imports vLLM, seconds of a start in every tr
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,10 +31,13 @@ from verl.workers.rollout.base import BaseRollout
 
 from samebits.kernels import tracing
 from samebits.kernels.meter import Meter
-from samebits.quant.adapter import AdapterError, Manifest, Taken, Taking
-from samebits.rollout.ipc import CUDA, SEPARATOR, FlatLayout, Handles, NotShareable, Peers, shared_text
+from samebits.quant.adapter import AdapterError, Manifest, Taking
+from samebits.quant.stacks import FlatLayout, copy_all, in_stacks
+from samebits.rollout.ipc import CUDA, SEPARATOR, Handles, NotShareable, Peers, shared_text
 from samebits.rollout.wire import adapter_file
 
+_BATCH_BYTES = 256 << 20
+"""Of exported tensors that are copied together; few more are held beside the buffer."""
 ACTORS = "samebits_"
 """Beginning of the Ray names of the servers: `samebits_server_{replica}_{node of the replica}`."""
 
@@ -43,6 +47,8 @@ class AdapterSender(BaseRollout):
 
     handles: Handles = CUDA
     server_handle: Any = None
+    _waking: Awaitable[None] | None = None
+    _layout: tuple[dict[str, tuple[int, ...]], FlatLayout] | None = None
     _peers: Peers | None = None
     _engine_uuids: list[str | None] | None = None
     _refusal: str | None = None
@@ -63,14 +69,29 @@ class AdapterSender(BaseRollout):
         return self._first
 
     async def resume(self, tags: list[str]) -> None:
-        """Wake what the engine gave back: `weights`, `kv_cache`. Nothing where the recipe has no sleep."""
-        if self.config.free_cache_engine and self._ensure_server_handle():
-            await self.server_handle.wake_up.remote(tags)
+        """Wake what the engine gave back: `weights`, `kv_cache`. Nothing where the recipe has no sleep.
+
+        Weights are waited for when something is sent, not here: nothing of what the trainer does until then, its export, needs them or
+        frees memory that they could need.
+        """
+        if not (self.config.free_cache_engine and self._ensure_server_handle()):
+            return
+        await self._awake()
+        self._waking = self.server_handle.wake_up.remote(tags)
+        if tags != ["weights"]:
+            await self._awake()
 
     async def release(self) -> None:
         """Put the engine to sleep, where the recipe has that."""
         if self.config.free_cache_engine and self._ensure_server_handle():
+            await self._awake()
             await self.server_handle.sleep.remote()
+
+    async def _awake(self) -> None:
+        """Once what `resume` began is done. Raises what it raised, once."""
+        waking, self._waking = self._waking, None
+        if waking is not None:
+            await waking
 
     async def update_weights(
         self,
@@ -88,9 +109,14 @@ class AdapterSender(BaseRollout):
         """
         if peft_config is None or not base_sync_done or wire_format != "named_tensors":
             raise AdapterError("only adapters are synced; the base is frozen and loaded by the engine itself")
+        try:
+            await self._update(weights, global_steps, peft_config["samebits"])
+        finally:
+            await self._awake()
+
+    async def _update(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None, origin: dict[str, Any]) -> None:
         started = time.time()
         sends = self._ensure_server_handle()
-        origin = peft_config["samebits"]
         device = torch.device(get_device_name())
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -107,35 +133,36 @@ class AdapterSender(BaseRollout):
                 self._lend(weights, origin, device, reason)
             return
         meter = Meter(device, tracing.boundary())
+        layout, shared = self._layout_of(origin), reason is None
         taking = Taking(origin["shapes"], self.engine_ranks)
         with tracing.recording("sync", origin["version"]):
             meter.enter("export")
-            tensors, flat = _laid_out(weights, origin, device, taking) if reason is None else (_on_host(weights, taking), None)
+            flat = _laid_out(weights, layout, device if shared else torch.device("cpu"), taking)
         meter.enter("digest")
-        manifest = Manifest.of(tensors, origin["version"], origin["profile"], taking.finish())
+        taken = taking.finish()
+        manifest = Manifest(origin["version"], origin["profile"], taken.whole, layout.bytes, parts=taken.parts)
         fault = injected_fault(origin["version"], self.replica_rank)
         skipped = fault == "skip_sync"
         if fault == "wrong_tensor":
-            _change_one_bit(tensors)
+            _change_one_bit(layout.views(flat))
+        send = functools.partial(self._send, manifest=manifest, started=started, meter=meter, global_steps=global_steps)
         try:
-            if flat is not None:
+            if shared:
                 meter.enter("share")
                 handles = self._handles_of_all(flat, together)
-                reason = None if skipped else await self._send_shared(handles, manifest, started, meter)
+                reason = None if skipped else await self._send_shared(handles, send)
             if skipped:
                 return
             if reason is not None:
                 meter.enter("write")
-                on_host = {name: t if flat is None else t.to("cpu", copy=True) for name, t in tensors.items()}
-                with adapter_file(on_host, manifest.version, manifest.profile, Taken(manifest.digests, manifest.parts)) as (path, _):
-                    await self._send("file", reason, path, manifest, started, meter)
+                with adapter_file(layout.views(flat.cpu()), manifest.version, manifest.profile, taken) as (path, _):
+                    await send("file", reason, path)
         finally:
-            if flat is not None:  # kept until the answer was there, here and where it was lent
-                del tensors, flat
+            if shared:  # kept until the answer was there, here and where it was lent
+                del flat
                 if together:
                     self._exchange(None)
                 self.handles.collect()
-        await self.server_handle.set_global_steps.remote(global_steps)
 
     @property
     def engine_ranks(self) -> int:
@@ -153,7 +180,7 @@ class AdapterSender(BaseRollout):
         if reason is not None:
             _drain(weights)
             return
-        _, flat = _laid_out(weights, origin, device)
+        flat = _laid_out(weights, self._layout_of(origin), device)
         self._handles_of_all(flat, together=True)
         self._exchange(None)
         del flat
@@ -182,23 +209,36 @@ class AdapterSender(BaseRollout):
         # Who sends has asked the engine; the others do as it found.
         return self._exchange(self._refusal)[0] if together else self._refusal
 
-    async def _send_shared(self, handles: str | NotShareable, manifest: Manifest, started: float, meter: Meter) -> str | None:
+    async def _send_shared(self, handles: str | NotShareable, send: Callable[[str, str, str], Awaitable[dict[str, Any]]]) -> str | None:
         """Send the buffers by their handles; returns why that was refused, or None when it was answered."""
         if isinstance(handles, NotShareable):
             return str(handles)  # of these buffers: the next may be shareable
-        report = await self._send("ipc", "", handles, manifest, started, meter)
+        report = await send("ipc", "", handles)
         self._refusal = report["refused"]
         return self._refusal
 
-    async def _send(self, path: str, reason: str, source: str, manifest: Manifest, started: float, meter: Meter) -> dict[str, Any]:
+    async def _send(
+        self, path: str, reason: str, source: str, *, manifest: Manifest, started: float, meter: Meter, global_steps: int | None
+    ) -> dict[str, Any]:
         phases = meter.take()
+        seconds = {name: phase.seconds for name, phase in phases.items()}
+        if self._waking is not None:
+            began = time.perf_counter()
+            await self._awake()
+            seconds["wait"] = time.perf_counter() - began
         sender = {
             "path": path,
             "reason": reason,
-            "seconds": {name: phase.seconds for name, phase in phases.items()},
+            "seconds": seconds,
             "memory": {name: phase.memory for name, phase in phases.items()},
         }
-        return await self.server_handle.sync_adapter.remote(source, manifest.to_json(), started, sender)
+        return await self.server_handle.sync_adapter.remote(source, manifest.to_json(), started, sender, global_steps)
+
+    def _layout_of(self, origin: dict[str, Any]) -> FlatLayout:
+        """Made once: the shapes of a run do not change."""
+        if self._layout is None or self._layout[0] != origin["shapes"]:
+            self._layout = (origin["shapes"], FlatLayout.of(origin["shapes"], getattr(torch, origin["dtype"])))
+        return self._layout[1]
 
 
 def injected_fault(version: int, replica: int) -> str | None:
@@ -217,36 +257,44 @@ def _change_one_bit(tensors: Mapping[str, Tensor]) -> None:
 
 def _drain(weights: Iterable[tuple[str, Tensor]]) -> None:
     """Of a rank that keeps nothing: gathering is collective."""
-    for _ in weights:
+    for _ in in_stacks(weights):
         pass
 
 
-def _laid_out(
-    weights: Iterable[tuple[str, Tensor]], origin: dict[str, Any], device: torch.device, taking: Taking | None = None
-) -> tuple[dict[str, Tensor], Tensor]:
-    """(views by name in the manifest's order, the buffer below them). `taking`: takes digests of what comes. Raises `AdapterError`."""
-    layout = FlatLayout.of(sorted(origin["shapes"]), origin["shapes"], getattr(torch, origin["dtype"]))
+def _laid_out(weights: Iterable[tuple[str, Tensor]], layout: FlatLayout, device: torch.device, taking: Taking | None = None) -> Tensor:
+    """The buffer of a layout with what comes. `taking`: takes digests of that, not of the buffer. Raises `AdapterError`."""
     flat = layout.buffer(device)
-    views = layout.views(flat)
-    came = set()
-    for name, t in weights:
-        view = views.get(name)
-        if view is None or view.shape != t.shape or view.dtype != t.dtype:
-            raise AdapterError(f"the trainer announced no {name} of shape {tuple(t.shape)} in {str(t.dtype).removeprefix('torch.')}")
+    views = layout.stack_views(flat)
+    came: set[str] = set()
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    waiting = 0
+    for names, stack in in_stacks(weights):
+        target = _place(layout, views, names)
+        if target is None or target.shape != stack.shape or target.dtype != stack.dtype:
+            what = f"{names[0]} of shape {tuple(stack.shape[1:])} in {str(stack.dtype).removeprefix('torch.')}"
+            raise AdapterError(f"the trainer announced no {what}")
         if taking is not None:
-            taking.add(name, t)
-        view.copy_(t)
-        came.add(name)
-    missing = sorted(views.keys() - came)
-    if missing:
+            taking.add_stack(names, stack)
+        targets.append(target)
+        sources.append(stack)
+        came.update(names)
+        waiting += stack.nbytes
+        if waiting >= _BATCH_BYTES:
+            copy_all(targets, sources)
+            targets, sources, waiting = [], [], 0
+    copy_all(targets, sources)
+    if len(came) != len(layout.places):
+        missing = sorted(layout.places.keys() - came)
         raise AdapterError(f"the trainer announced {missing[0]} and did not export it ({len(missing)} such tensors)")
-    return views, flat
+    return flat
 
 
-def _on_host(weights: Iterable[tuple[str, Tensor]], taking: Taking) -> dict[str, Tensor]:
-    """Copies of the tensors on the host; `taking` takes digests of what comes."""
-    tensors = {}
-    for name, t in weights:
-        taking.add(name, t)
-        tensors[name] = t.detach().to("cpu", copy=True)
-    return tensors
+def _place(layout: FlatLayout, views: Sequence[Tensor], names: tuple[str, ...]) -> Tensor | None:
+    """Where tensors of these names belong, or None where the layout has no such stack."""
+    index, row = layout.places.get(names[0], (-1, 0))
+    if index < 0:
+        return None
+    if layout.stacks[index].names[row : row + len(names)] != names:
+        return None
+    return views[index] if len(names) == len(views[index]) else views[index][row : row + len(names)]

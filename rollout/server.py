@@ -9,7 +9,6 @@ Each request names the adapter version it wants, so there is no request that sil
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -59,7 +58,8 @@ class SyncReport:
     reason: str = ""
     """Why it was not ipc."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds: export (gathering, and the copy into buffer or host memory), digest, write or share; load and verify of the slowest rank."""
+    """Seconds: export (gathering, and the copy into buffer or host memory), digest, write or share, wait (for what of an engine's waking
+    these did not hide, where it was asleep); load and verify of the slowest rank."""
     memory: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     """Peak bytes by role (trainer, engine), phase and kind (see `kernels.meter`); of the engine the largest rank's."""
     refused: str | None = None
@@ -98,20 +98,23 @@ class SamebitsServer(vLLMHttpServer):
         job = ray.get_runtime_context().get_job_id()
         ended.leave_note(job, self.replica_rank, f"engine replica {self.replica_rank}: {', '.join(gone) or 'vLLM gave its process up'}")
 
-    async def sync_adapter(self, source: str, manifest_json: str, started: float, sender: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def sync_adapter(
+        self, source: str, manifest_json: str, started: float, sender: dict[str, Any] | None = None, global_steps: int | None = None
+    ) -> dict[str, Any]:
         """Load the adapter at `source` on every rank, verify it and make it the one that requests use. Returns the report as a dict.
 
         `sender` says what `source` is (`path`: file, or ipc for handles) and what its side took. When a rank's answer differs, the
         previous version stays in use and the report says what is held. When a rank cannot open a handle, nothing is held and it says why.
+        `global_steps`: the job's step, which verl's server keeps.
         """
         manifest = Manifest.from_json(manifest_json)
         sender = sender or {"path": "file", "reason": "", "seconds": {}, "memory": {}}
-        method = "samebits_open_adapter" if sender["path"] == "ipc" else "samebits_load_adapter"
-        held = list(await self.engine.collective_rpc(method, args=(source, manifest_json)))
-        measured = await self.engine.collective_rpc("samebits_measured")
-        refused = [refusal for answer in held if (refusal := json.loads(answer).get("refused"))]
+        answers = await self.engine.collective_rpc("samebits_sync_adapter", args=(sender["path"], source, manifest_json))
+        measured = [answer["measured"] for answer in answers]
+        refused = [answer["refused"] for answer in answers if answer["refused"] is not None]
         if refused:
-            await self._forget(manifest.version, held)
+            if len(refused) < len(answers):  # where some ranks could open a handle and others not, all start again from none
+                await self.engine.collective_rpc("samebits_remove_adapter", args=(manifest.version,))
         else:
             await self.engine.reset_prefix_cache()
         report = SyncReport(
@@ -119,28 +122,27 @@ class SamebitsServer(vLLMHttpServer):
             version=manifest.version,
             tensors=len(manifest.digests),
             bytes=manifest.bytes,
-            seconds=time.time() - started,
+            seconds=0.0,
             sent=manifest_json,
-            held=[] if refused else held,
+            held=[] if refused else [answer["held"] for answer in answers],
             path=sender["path"],
             reason=sender["reason"],
             parts=sender["seconds"] | _slowest(measured, ("load", "verify")),
             memory={"trainer": sender["memory"], "engine": _largest(measured)},
             refused=refused[0] if refused else None,
         )
+        agrees = not refused and manifest.agrees([Manifest.from_json(held) for held in report.held])
+        report.seconds = time.time() - started
         if refused:
             return asdict(report)
         self._report = report
-        if manifest.agrees([Manifest.from_json(answer) for answer in held]):
+        after = [] if global_steps is None else [self.set_global_steps(global_steps)]
+        if agrees:
             previous, self._adapter_version = self._adapter_version, manifest.version
             if previous is not None and previous != manifest.version:
-                await self.engine.collective_rpc("samebits_remove_adapter", args=(previous,))
+                after.append(self.engine.collective_rpc("samebits_remove_adapter", args=(previous,)))
+        await asyncio.gather(*after)
         return asdict(report)
-
-    async def _forget(self, version: int, held: list[str]) -> None:
-        """Where some ranks could open a handle and others not, all start again from none."""
-        if any("refused" not in json.loads(answer) for answer in held):
-            await self.engine.collective_rpc("samebits_remove_adapter", args=(version,))
 
     async def sync_report(self) -> dict[str, Any] | None:
         """Report of the last sync, with what the engine holds for that version now (asked again, not remembered).

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ class AdapterSlots:
         # which slot will be in use. A token's result is the same either way.
         self.by_token = device.type != "cpu"
         self.occupants: list[int | None] = [None] * RESIDENT  # vLLM's id of the adapter in each slot
+        self.plans: dict[int, Any] = {}
+        """By slot, what `slot_plan` found out about the layers."""
         self._uniform: int | None = -1  # the slot of every token of this step, or None when they differ
         self._token_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
 
@@ -162,6 +165,10 @@ class ProjectionAdapter:
         """(A [r, K], B [N, r]) of each adapted projection in a slot, by checkpoint path."""
         return {path: (lora.a[slot], lora.b[slot]) for path, _, _, lora in self.parts}
 
+    def places(self) -> list[tuple[int, ...]]:
+        """Where the buffers lie whose parts `views` gives: it gives others when one of these changes."""
+        return [_place(t) for _, _, _, lora in self.parts for t in lora]
+
 
 class ExpertsAdapter:
     """Adapters of the experts of a layer that are here."""
@@ -197,6 +204,14 @@ class ExpertsAdapter:
             if which in self.adapted
             for e in range(lora.a.shape[1])
         }
+
+    def places(self) -> list[tuple[int, ...]]:
+        """Where the buffers lie whose parts `views` gives: it gives others when one of these changes."""
+        return [_place(t) for lora in self.lora for t in lora]
+
+
+def _place(buffer: Tensor) -> tuple[int, ...]:
+    return (buffer.data_ptr(), *buffer.shape, *buffer.stride())
 
 
 class MemoryAdapterManager:

@@ -5,7 +5,6 @@ Answers are JSON strings or plain dictionaries, so that they cross processes und
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from samebits.kernels import taps
 from samebits.kernels.meter import Meter
 from samebits.quant.adapter import AdapterError, Manifest
-from samebits.quant.digests import digests
+from samebits.quant.digests import Digester
 
 from . import adapter
 from .held import card_bytes, held_bytes
@@ -40,11 +39,20 @@ class WorkerExtension:
         return self._samebits_load(lambda model, sent: adapter.load_path(model, path, sent.version), manifest_json)
 
     def samebits_open_adapter(self, handles: str, manifest_json: str) -> str:
-        """`samebits_load_adapter` from the trainer's buffer on this worker's device; `{"refused": why}` when it cannot be opened."""
+        """`samebits_load_adapter` from the trainer's buffer on this worker's device. Raises `NotShareable` when it cannot be opened."""
+        return self._samebits_load(lambda model, sent: adapter.load_shared(model, handles, sent, self.samebits_handles), manifest_json)
+
+    def samebits_sync_adapter(self, path: str, source: str, manifest_json: str) -> dict[str, Any]:
+        """A sync in one call: {"held": manifest as above or None, "refused": why a buffer cannot be opened or None, "measured": as below}.
+
+        `path`: ipc where `source` is handles, file where it is a file.
+        """
+        held = refused = None
         try:
-            return self._samebits_load(lambda model, sent: adapter.load_shared(model, handles, sent, self.samebits_handles), manifest_json)
+            held = (self.samebits_open_adapter if path == "ipc" else self.samebits_load_adapter)(source, manifest_json)
         except NotShareable as error:
-            return json.dumps({"refused": str(error)})
+            refused = str(error)
+        return {"held": held, "refused": refused, "measured": self.samebits_measured()}
 
     def _samebits_load(self, load: Callable[[Any, Manifest], None], manifest_json: str) -> str:
         sent = Manifest.from_json(manifest_json)
@@ -107,7 +115,10 @@ class WorkerExtension:
 
     def samebits_base_digests(self) -> dict[str, str]:
         """Digest of the fp32 values of every frozen weight, or of this rank's part, by checkpoint path, read from what is multiplied."""
-        return digests((path, value.float()) for path, value in self.model_runner.get_model().base_values())
+        digester = Digester()
+        for paths, values in self.model_runner.get_model().base_stacks():
+            digester.add_stack(paths, values.float())
+        return digester.finish()
 
     def samebits_profile(self) -> str:
         """Hash of the numerics profile that the model was built for."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from samebits.quant.adapter import AdapterSpec
 
+Names = str | tuple[str, ...]
 SHARE = 16
 """Part of a device's memory that an adapter may take to be exported early, as a divisor."""
 
@@ -40,14 +41,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class EarlyExport:
-    """Tensors of an adapter that are being made."""
+    """Tensors of an adapter, or stacks of them, that are being made."""
 
-    def __init__(self, version: int, tensors: Iterable[tuple[str, Tensor]], masters: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, version: int, tensors: Iterable[tuple[Names, Tensor]], masters: Iterable[Tensor], device: torch.device) -> None:
         """Drains `tensors` at once, behind what is queued on the current stream of `device`; where that is a GPU, without waiting for it.
 
         Args:
             version: of the adapter.
-            tensors: name and tensor, made of the masters when they are asked for.
+            tensors: name and tensor, or names and a stack, made of the masters when they are asked for.
             masters: parameters, sharded or not. They may be moved off the device meanwhile; their memory is not given to others before the
                 export has read it.
         """
@@ -58,10 +59,11 @@ class EarlyExport:
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._tensors = list(tensors)
         if self._stream is not None:
-            for master in masters:
-                (master.to_local() if isinstance(master, DTensor) else master).record_stream(self._stream)
+            with torch.no_grad():
+                for master in masters:
+                    (master.to_local() if isinstance(master, DTensor) else master).record_stream(self._stream)
 
-    def drain(self) -> Iterator[tuple[str, Tensor]]:
+    def drain(self) -> Iterator[tuple[Names, Tensor]]:
         """The tensors for the current stream, once; each is let go when it has been handed over."""
         tensors, self._tensors = self._tensors[::-1], []
         if self._stream is not None:

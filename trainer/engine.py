@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from samebits.quant.adapter import target_roles
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import NumericsProfile, get_profile
 from samebits.quant.roles import MODULE_PATHS
+from samebits.quant.stacks import StackedTensors
 
 from . import expert_ranks, hf_config
 from .batch import PackedBatch, pack, require_equal_work, require_objective_fields, require_routes, without_row_objects
@@ -175,8 +176,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def _begin_export(self) -> None:
         # Behind the optimizer's kernels, before the host waits for them.
-        masters = [parameter.detach() for _, parameter in self.module.adapter_parameters()]
-        self._early = EarlyExport(self.adapter_version + 1, self.module.export_adapter(), masters, masters[0].device)
+        masters = [parameter for _, parameter in self.module.adapter_parameters()]
+        self._early = EarlyExport(self.adapter_version + 1, self.module.export_stacks(), masters, masters[0].device)
 
     def forget_export(self) -> None:
         """The masters are no longer those of the last step."""
@@ -280,10 +281,10 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = True, **kwargs: Any
-    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """The adapter for the rollout: (PEFT name, bf16 tensor) pairs and the PEFT config.
+    ) -> tuple[StackedTensors, dict[str, Any]]:
+        """The adapter for the rollout: (PEFT name, bf16 tensor) pairs, which may be had by stacks, and the PEFT config.
 
-        Every rank must drain the iterator, which gathers one module at a time unless that is done already (`early_export`). The config
+        Every rank must drain them: some modules are gathered at a time unless that is done already (`early_export`). The config
         also holds, under `samebits`, the adapter version, the hash of the numerics profile, and shapes and dtype of the tensors. Raises
         `RuntimeError` when the base is asked for: the rollout engine must load it from the checkpoint.
         """
@@ -302,8 +303,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         }
         early, self._early = self._early, None
         if early is not None and early.version == self.adapter_version:
-            return early.drain(), config
-        return self.module.export_adapter(), config
+            return StackedTensors(early.drain()), config
+        return StackedTensors(self.module.export_stacks()), config
 
 
 def injected_fault(step: int) -> Callable[[Tensor], None] | None:

@@ -11,6 +11,7 @@ are spread over ranks (`expert_ranks`) a rank draws those of all and keeps its o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from samebits.kernels.linear import LoRA
 from samebits.quant.adapter import AdapterSpec, tensor_name
 from samebits.quant.roles import EXPERT_ROLES, ModuleId, Role
+from samebits.quant.stacks import StackedTensors
 
 from .expert_ranks import ExpertRanks
+from .export import Side, export_stacks, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,6 @@ class LoRASettings:
     def scale(self) -> float:
         """alpha / rank, folded into B."""
         return self.alpha / self.rank
-
-
-def rounded(master: Tensor, scale: float = 1.0) -> Tensor:
-    """The bf16 value of an fp32 master: scaled in fp32, rounded once. The one place where a master becomes what computes."""
-    return (master * scale if scale != 1.0 else master).to(torch.bfloat16)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -89,16 +87,20 @@ class LoRAPair(nn.Module):
             a, b, share = self._ranks.local(a), self._ranks.local(b), self._ranks.share
         return LoRA(_StraightThrough.apply(a, 1.0, share)[None], _StraightThrough.apply(b, self.scale, share)[None])
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """PEFT name and bf16 tensor of each side, one pair an expert. Gathers shards: every rank must drain it.
+    def sides(self) -> tuple[Side, Side]:
+        """A and B, as `export.export_stacks` takes them."""
+        a, b = self._names
+        return Side(a, self.lora_A, 1.0, self.experts > 0), Side(b, self.lora_B, self.scale, self.experts > 0)
 
-        Shards are rounded before they travel: the same bits, in half the bytes.
-        """
-        a, b = full(rounded(self.lora_A.detach())), full(rounded(self.lora_B.detach(), self.scale))
-        for expert in range(self.experts) if self.experts else (-1,):
-            module = ModuleId(self.role, self.layer, expert)
-            yield tensor_name(module, "A"), a[expert] if self.experts else a
-            yield tensor_name(module, "B"), b[expert] if self.experts else b
+    @functools.cached_property
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """PEFT names of A and B, of one module or of each expert."""
+        modules = [ModuleId(self.role, self.layer, expert) for expert in (range(self.experts) if self.experts else (-1,))]
+        return tuple(tensor_name(module, "A") for module in modules), tuple(tensor_name(module, "B") for module in modules)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """PEFT name and bf16 tensor of each side, one pair an expert. Gathers shards: every rank must drain it."""
+        return iter(StackedTensors(export_stacks([self])))
 
 
 class LayerLoRA(nn.Module):
@@ -121,8 +123,7 @@ class LayerLoRA(nn.Module):
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the layer under their PEFT names."""
-        for pair in self.pairs.values():
-            yield from pair.export()
+        return iter(StackedTensors(export_stacks(self.pairs.values())))
 
 
 def values_of(lora: LayerLoRA | None, role: Role | None) -> LoRA | None:

@@ -34,9 +34,11 @@ from samebits.quant.adapter import AdapterSpec
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import Format, NumericsProfile, require_same
 from samebits.quant.roles import Role
+from samebits.quant.stacks import Stacked, StackedTensors
 
 from .base import PackedBase
 from .expert_ranks import ExpertRanks
+from .export import export_stacks
 from .head import token_logprobs
 from .lora import LayerLoRA, LoRASettings, values_of
 from .m3_config import M3Dims
@@ -355,9 +357,11 @@ class M3ForTraining(nn.Module):
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT name and bf16 tensor of the whole adapter, scale folded in. Gathers shards: every rank must drain it."""
-        for layer in self.layers:
-            if layer.lora is not None:
-                yield from layer.lora.export()
+        return iter(StackedTensors(self.export_stacks()))
+
+    def export_stacks(self) -> Iterator[Stacked]:
+        """`export_adapter` by stacks: the experts of a layer's projection as one tensor."""
+        return export_stacks(pair for layer in self.layers if layer.lora is not None for pair in layer.lora.pairs.values())
 
     def _layered(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> Tensor:
         device = next(c.device for c in choices if c is not None)

@@ -68,6 +68,10 @@ class _Inert:
         """What is held."""
         return self.adapter.views(slot)
 
+    def places(self) -> Any:
+        """Where."""
+        return self.adapter.places()
+
 
 @fault("engine", "weights.effect", *OPERATIONS)
 def delta_added_twice(pair: Pair) -> Iterator[Place]:

@@ -19,6 +19,7 @@ from samebits.quant.adapter import tensor_name
 from samebits.quant.mxfp8 import MXFP8Tensor
 from samebits.quant.nvfp4 import NVFP4Tensor
 from samebits.quant.roles import ModuleId, Role
+from samebits.rollout.slot_plan import slots_of, views_of
 
 from .base import engine_layer, expert, fault, layers, replaced
 
@@ -249,8 +250,7 @@ def _after_load(pair: Pair, change: Callable[[dict[str, Tensor]], None]) -> Iter
 
     def load(model, tensors, version):
         original(model, tensors, version)
-        slot = engine_adapter._slots(model).slot(engine_adapter.adapter_id(version))
-        change(engine_adapter._views(model, slot))
+        change(views_of(model, slots_of(model).slot(engine_adapter.adapter_id(version))))
 
     with replaced(engine_adapter, "load", load):
         yield

@@ -127,3 +127,16 @@ def test_on_cpu_tiles_compute_what_their_tensors_do():
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_kernels_in_the_interpreter_compute_what_the_reference_does():
     assert interpreted("tests.kernels.interpret_moe") == "as the reference"
+
+
+def test_matrices_are_unpacked_as_many_at_a_time_as_there_is_room_for(monkeypatch):
+    from samebits.kernels import expert_tiles
+
+    packed = random_experts(48, 160)
+    tiles, inner, sizes = pack_experts(packed), expert_tiles._unpack, []
+    monkeypatch.setattr(expert_tiles, "_unpack", lambda words, *rest: sizes.append(len(words)) or inner(words, *rest))
+    one = 48 * 256  # nibbles of a matrix, in whole chunks
+    for room, want in ((3 * one, [3]), (3 * one - 1, [2, 1]), (1, [1, 1, 1])):
+        monkeypatch.setattr(expert_tiles, "_NIBBLES", room)
+        sizes.clear()
+        assert equal(unpack_experts(tiles), packed) and sizes == want

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -311,3 +312,32 @@ def test_an_adapter_file_that_changed_since_it_was_written_is_refused(tmp_path):
     path.write_bytes(bytes(data))
     with pytest.raises(AdapterError, match="is not what was written"):
         load_peft(tmp_path, s)
+
+
+def test_a_manifest_s_text_comes_back_and_one_with_a_name_or_digest_too_few_is_refused():
+    sent = Manifest.of(adapter(spec()), 4, PROFILE, world=2)
+    assert Manifest.from_json(sent.to_json()) == sent
+    empty = Manifest.of({}, 4, PROFILE)
+    assert Manifest.from_json(empty.to_json()) == empty
+    names, digests_ = json.loads(sent.to_json())["digests"]
+    for wrong in ([names, digests_[:-33]], [names.partition("\n")[2], digests_], [names.replace(".w1.", ".w3."), digests_], ["", digests_]):
+        for key, value in (("digests", wrong), ("parts", [wrong])):
+            with pytest.raises(AdapterError, match="a manifest has .* digests for .* names"):
+                Manifest.from_json(json.dumps(json.loads(sent.to_json()) | {key: value}))
+
+
+def test_digests_of_stacks_are_those_of_tensors_for_every_rank():
+    s = spec()
+    tensors = adapter(s)
+    for world in (1, 2):
+        one, many = Taking(s.shapes(), world), Taking(s.shapes(), world)
+        for name, t in tensors.items():
+            one.add(name, t)
+        groups: dict[str, list[str]] = {}
+        for name in tensors:
+            groups.setdefault(re.sub(r"experts\.\d+", "experts.*", name), []).append(name)
+        for names in groups.values():
+            many.add_stack(tuple(names), torch.stack([tensors[name] for name in names]))
+        assert one.finish() == many.finish()
+    with pytest.raises(AdapterError, match="x is no tensor of this adapter"):
+        Taking(s.shapes()).add_stack((next(iter(tensors)), "x"), torch.zeros(2, 1))

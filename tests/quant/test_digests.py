@@ -45,7 +45,7 @@ def test_torch_operations_give_the_same_sums(monkeypatch):
     tensors = [t.contiguous() for t in CASES.values()]
     sums = [torch_sums(t) for t in tensors]
     lanes = combine(torch.cat(sums).numpy().view(np.uint64), [len(s) for s in sums])
-    assert (lanes == host_lanes(tensors)).all()
+    assert (lanes == host_lanes([t[None] for t in tensors])).all()
 
 
 def test_a_tensor_has_one_digest_alone_in_company_batched_and_threaded(monkeypatch):
@@ -112,7 +112,7 @@ def test_one_changed_bit_changes_all_four_lanes(size, data):
     x = noise(size, size)
     y = x.clone()
     y[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert (host_lanes([x]) != host_lanes([y])).all()
+    assert (host_lanes([x[None]]) != host_lanes([y[None]])).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -132,7 +132,7 @@ def test_flipped_signs_change_it(places, bit):
     x = noise(80_004).view(torch.int32)
     y = x.clone()
     y[places] ^= 1 << bit if bit < 31 else -(1 << 31)
-    assert (host_lanes([x]) != host_lanes([y])).any() and digest(x) != digest(y)
+    assert (host_lanes([x[None]]) != host_lanes([y[None]])).any() and digest(x) != digest(y)
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,3 +180,56 @@ def test_the_kernel_in_the_interpreter_gives_the_lanes_of_numpy():
 def test_nothing_of_triton_is_imported_for_cpu_tensors():
     code = "import sys, torch; from samebits.quant.digests import digest; digest(torch.ones(3)); sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def stacked_cases() -> dict[str, torch.Tensor]:
+    """Stacks as buffers of experts have them: side by side, apart by any distance, of odd sizes, longer than a chunk, and one alone."""
+    x = noise(400_000, 5)
+    return {
+        "side by side": x[:96_000].view(torch.bfloat16).view(6, 100, 80),
+        "apart": x[: 5 * 4096].view(5, 4096)[:, :400].view(torch.int16),
+        "odd bytes": x[:21].view(3, 7),
+        "odd bytes apart": x[1:81].view(4, 20)[:, 3:9],
+        "odd distance": x[: 3 * 33].view(3, 33)[:, :32],
+        "over chunks": x[: 3 * 90_000].view(3, 90_000),
+        "whole chunks": x[: 2 * 131_072].view(2, 131_072),
+        "reversed rows": x[:160].view(4, 5, 8).flip(0),
+        "inner stride": x[:320].view(4, 10, 8)[:, :, ::2],
+        "empty": x[:0].view(3, 0),
+        "scalars": x[:16].view(torch.int32),
+        "one": x[:24].view(1, 3, 8),
+    }
+
+
+def test_a_stack_has_the_digests_of_its_tensors_one_by_one(monkeypatch):
+    for batch in (1, 1 << 30):
+        monkeypatch.setattr(digests, "_BATCH_BYTES", batch)
+        digester = Digester()
+        for name, stack in stacked_cases().items():
+            digester.add_stack(tuple(f"{name} {i}" for i in range(len(stack))), stack)
+        want = {f"{name} {i}": digest(t.clone()) for name, stack in stacked_cases().items() for i, t in enumerate(stack)}
+        found = digester.finish()
+        assert list(found) == list(want) and found == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3 * 32_768), st.integers(0, 40), st.integers(0, 7), st.integers(0, 9))
+def test_any_stack_has_the_digests_of_its_tensors(rows, size, gap, offset, seed):
+    data = noise(offset + rows * (size + gap), seed)[offset:]
+    stack = data.view(rows, size + gap)[:, :size]
+    digester = Digester()
+    digester.add_stack(tuple(map(str, range(rows))), stack)
+    assert list(digester.finish().values()) == [digest(stack[i].clone()) for i in range(rows)]
+
+
+def test_names_of_a_stack_are_as_many_as_its_tensors_and_all_different():
+    x = torch.ones(2, 3)
+    for names, says in (
+        (("a",), "1 names are given for 2 tensors"),
+        (("b", "b"), "'b' is given twice"),
+        (("c", "a0"), "'a0' is digested already"),
+    ):
+        digester = Digester()
+        digester.add("a0", x)
+        with pytest.raises(ValueError, match=says):
+            digester.add_stack(names, x)

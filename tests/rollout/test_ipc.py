@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import functools
 import json
 import pickle
@@ -22,9 +23,10 @@ from samebits.quant.adapter import AdapterError, AdapterSpec, Manifest, ModelSha
 from samebits.quant.digests import digests
 from samebits.quant.ranks import Ranks
 from samebits.quant.roles import Role
+from samebits.quant.stacks import ALIGNMENT, FlatLayout
 from samebits.rollout import sender as sender_module
 from samebits.rollout.group import Group
-from samebits.rollout.ipc import ALIGNMENT, CudaHandles, FlatLayout, NotShareable, open_text, shared_text
+from samebits.rollout.ipc import CudaHandles, NotShareable, open_text, shared_text
 from samebits.rollout.sender import AdapterSender
 from samebits.rollout.server import SamebitsServer
 from samebits.rollout.slots import AdapterSlots, ProjectionAdapter
@@ -169,51 +171,60 @@ def require_held(server: SamebitsServer, sent: dict[str, torch.Tensor], version:
     found = report(server)
     want = Manifest.of(sent, version, "p", world=len(found["held"]))
     assert want.agrees([Manifest.from_json(held) for held in found["held"]])
-    assert found["held"] and json.loads(found["sent"])["digests"] == dict(sorted(digests(sent).items()))
+    assert found["held"] and Manifest.from_json(found["sent"]).digests == digests(sent)
     return found
 
 
-def test_tensors_lie_apart_aligned_and_in_the_manifest_s_order():
-    names = sorted(SPEC.shapes())
-    layout = FlatLayout.of(names, SPEC.shapes(), torch.bfloat16)
-    assert list(layout.places) == names
+def test_tensors_lie_apart_and_aligned_by_stacks_whatever_their_order():
+    shapes = SPEC.shapes()
+    layout = FlatLayout.of(shapes, torch.bfloat16)
+    assert layout == FlatLayout.of(dict(reversed(shapes.items())), torch.bfloat16)
+    assert layout.places.keys() == shapes.keys() and layout.bytes == sum(t.nbytes for t in tensors().values())
     taken = torch.zeros(layout.numel, dtype=torch.int32)
-    for at, shape in layout.places.values():
-        assert at * 2 % ALIGNMENT == 0
-        taken[at : at + torch.Size(shape).numel()] += 1
+    for stack in layout.stacks:
+        assert stack.start * 2 % ALIGNMENT == 0
+        taken[stack.start : stack.start + len(stack.names) * stack.size] += 1
     assert taken.max() == 1 and taken.sum() == sum(t.numel() for t in tensors().values())
     flat = layout.buffer(CPU)
     views = layout.views(flat)
     for name, t in tensors().items():
         views[name].copy_(t)
-    assert digests(views) == {name: digests(tensors())[name] for name in names}
+    assert digests(views) == {name: digests(tensors())[name] for name in views} and views.keys() == shapes.keys()
     assert all(view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for view in views.values())
 
 
 @pytest.mark.parametrize("change", [lambda f: f[:-1], lambda f: f.float(), lambda f: f.view(2, -1), lambda f: torch.cat((f, f))])
 def test_a_buffer_of_another_layout_is_refused(change):
-    layout = FlatLayout.of(sorted(SPEC.shapes()), SPEC.shapes(), torch.bfloat16)
+    layout = FlatLayout.of(SPEC.shapes(), torch.bfloat16)
     with pytest.raises(AdapterError, match="the shared buffer is"):
         layout.views(change(layout.buffer(CPU)))
 
 
-def test_a_name_without_a_shape_is_refused():
-    with pytest.raises(AdapterError, match="x is no tensor of this adapter"):
-        FlatLayout.of(["x"], SPEC.shapes(), torch.bfloat16)
+@pytest.mark.parametrize(("change", "says"), [(lambda d, n: d.pop(n), "is missing"), (lambda d, n: d.update(x="0"), "x is unknown")])
+def test_a_manifest_of_other_tensors_is_refused_before_anything_is_opened(change, says):
+    handles = HostHandles()
+    worker = Worker(handles)
+    layout = FlatLayout.of(SPEC.shapes(), torch.bfloat16)
+    sent = Manifest.of(tensors(), 3, "p")
+    change(sent.digests, next(iter(sent.digests)))
+    with pytest.raises(AdapterError, match=says):
+        worker.samebits_sync_adapter("ipc", shared_text(layout.buffer(CPU), handles), sent.to_json())
+    assert handles.opened == 0 and worker.model.slots.occupants == [None, None]
 
 
 def test_another_process_reads_the_very_bits():
-    layout = FlatLayout.of(sorted(SPEC.shapes()), SPEC.shapes(), torch.bfloat16)
+    layout = FlatLayout.of(SPEC.shapes(), torch.bfloat16)
     flat = layout.buffer(CPU)
     for name, view in layout.views(flat).items():
         view.copy_(tensors()[name])
     code = (
         "import sys, json, torch\n"
         "from samebits.quant.digests import digests\n"
-        "from samebits.rollout.ipc import FlatLayout, open_text\n"
+        "from samebits.quant.stacks import FlatLayout\n"
+        "from samebits.rollout.ipc import open_text\n"
         "from tests.support.shared_memory import HostHandles\n"
         "shapes = json.loads(sys.argv[1])\n"
-        "layout = FlatLayout.of(sorted(shapes), shapes, torch.bfloat16)\n"
+        "layout = FlatLayout.of(shapes, torch.bfloat16)\n"
         "print(json.dumps(digests(layout.views(open_text(sys.stdin.read(), torch.device('cpu'), HostHandles())))))\n"
     )
     text = shared_text(flat, HostHandles())
@@ -262,9 +273,9 @@ def test_a_layout_that_loses_tensors_on_both_sides_is_no_agreement(monkeypatch):
     """Sender and engine share the layout: had the digests been taken of the buffer, both would agree on what was lost in it."""
     of = FlatLayout.of.__func__
 
-    def overlapping(cls, names, shapes, dtype):
-        layout = of(cls, names, shapes, dtype)
-        return cls(dtype, {name: (0, shape) for name, (_, shape) in layout.places.items()}, layout.numel)
+    def overlapping(cls, shapes, dtype):
+        layout = of(cls, shapes, dtype)
+        return dataclasses.replace(layout, stacks=tuple(stack._replace(start=0) for stack in layout.stacks))
 
     monkeypatch.setattr(FlatLayout, "of", classmethod(overlapping))
     handles = HostHandles()
@@ -449,9 +460,65 @@ def test_a_trainer_rank_speaks_to_the_server_of_its_replica(rank, ranks, replica
         sizes = {"tensor_model_parallel_size": ranks, "data_parallel_size": 1, "pipeline_model_parallel_size": 1}
         sender = AdapterSender(SimpleNamespace(**sizes, free_cache_engine=sleeps), None, None)
         assert sender.replica_rank == replica
-        asyncio.run(sender.resume(["weights"]))
+        asyncio.run(sender.resume(["kv_cache"]))
     prefix = SamebitsReplica._get_server_name_prefix(None)
-    assert asked == ([f"{prefix}server_{replica}_0"] if first else []) and woken == ([["weights"]] if first else [])
+    assert asked == ([f"{prefix}server_{replica}_0"] if first else []) and woken == ([["kv_cache"]] if first else [])
+
+
+def asleep(fails: bool = False):
+    """A sender and server of an engine that sleeps, and what happens in order."""
+    handles, happened = HostHandles(), []
+    sender, server = pair([Worker(handles)], handles)
+    sender.config.free_cache_engine = True
+
+    async def wake_up(tags):
+        happened.append(f"{tags[0]} wake")
+        await asyncio.sleep(0.05)
+        if fails:
+            raise RuntimeError("no memory")
+        happened.append(f"{tags[0]} awake")
+
+    async def sync(*args):
+        happened.append("sync")
+        return await SamebitsServer.sync_adapter(server, *args)
+
+    server.wake_up, server.sync_adapter = wake_up, sync
+    return sender, server, happened
+
+
+async def weights_then_cache(sender, happened, sent):
+    await sender.resume(["weights"])
+
+    def exported():
+        happened.append("export")
+        yield from sent.items()
+
+    await sender.update_weights(exported(), global_steps=1, peft_config=config(1))
+    await sender.resume(["kv_cache"])
+    happened.append("resumed")
+
+
+def test_the_export_does_not_wait_for_weights_that_wake_and_what_is_sent_does():
+    sender, server, happened = asleep()
+    asyncio.run(weights_then_cache(sender, happened, tensors()))
+    order = ["export", "weights awake", "sync", "kv_cache wake", "kv_cache awake", "resumed"]
+    assert [h for h in happened if h != "weights wake"] == order and "weights wake" in happened
+    parts = require_held(server, tensors(), 1)["parts"]
+    assert parts["wait"] > 0 and set(parts) == {"export", "digest", "share", "wait", "load", "verify"}
+
+
+def test_weights_that_do_not_wake_end_the_sync_before_anything_is_sent():
+    sender, server, happened = asleep(fails=True)
+    with pytest.raises(RuntimeError, match="no memory"):
+        asyncio.run(weights_then_cache(sender, happened, tensors()))
+    assert "sync" not in happened and report(server) is None
+
+
+def test_an_export_that_fails_still_waits_for_weights_that_wake():
+    sender, _, happened = asleep()
+    with pytest.raises(AdapterError, match="announced"):
+        asyncio.run(weights_then_cache(sender, happened, {"x": torch.zeros(1)}))
+    assert happened[-1] == "weights awake"
 
 
 def test_trainer_workers_start_without_vllm():

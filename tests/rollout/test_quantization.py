@@ -65,3 +65,26 @@ def test_only_checkpoints_of_samebits_are_taken_over():
     assert SamebitsConfig.override_quantization_method(ours, None) == "samebits"
     assert SamebitsConfig.override_quantization_method(ours | {"producer": {"name": "modelopt"}}, None) is None
     assert SamebitsConfig.override_quantization_method({"quant_method": "modelopt"}, None) is None
+
+
+@pytest.mark.parametrize("room", [1, 2 * 4 * 96 * 128, 1 << 30])
+def test_values_of_a_layer_are_those_of_its_experts_each_unpacked_once(room, monkeypatch):
+    from types import SimpleNamespace
+
+    from samebits.kernels.expert_tiles import pack_experts
+    from samebits.quant import nvfp4
+    from samebits.rollout import quantization
+    from samebits.rollout.quantization import NVFP4Experts
+
+    g = torch.Generator().manual_seed(0)
+    w13, w2 = (nvfp4.quantize(torch.randn(5, *shape, generator=g)) for shape in ((96, 64), (64, 48)))
+    unpacked, inner = [], quantization.unpack_experts
+    monkeypatch.setattr(quantization, "unpack_experts", lambda t: unpacked.append(len(t.codes)) or inner(t))
+    monkeypatch.setattr(quantization, "_VALUE_BYTES", room)
+    runs = list(NVFP4Experts.values(SimpleNamespace(w13=pack_experts(w13), w2=pack_experts(w2))))
+    assert [first for first, _, _ in runs] == [sum(len(w) for _, w, _ in runs[:i]) for i in range(len(runs))]
+    for i, want in ((1, w13), (2, w2)):
+        assert torch.equal(torch.cat([run[i] for run in runs]), nvfp4.dequantize(want))
+    assert sum(unpacked) == 2 * 5 and len(unpacked) == 2 * len(runs) == 2 * {1: 5, 1 << 30: 1}.get(room, 3)
+    held = SimpleNamespace(w13=nvfp4.dequantize(w13), w2=nvfp4.dequantize(w2))
+    assert [(first, a is held.w13, b is held.w2) for first, a, b in NVFP4Experts.values(held)] == [(0, True, True)]

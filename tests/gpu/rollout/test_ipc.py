@@ -13,19 +13,21 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from samebits.quant.digests import digests
-from samebits.rollout.ipc import CUDA, FlatLayout, NotShareable, open_text, shared_text
+from samebits.quant.stacks import FlatLayout
+from samebits.rollout.ipc import CUDA, NotShareable, open_text, shared_text
 
 GPU = torch.device("cuda", 0)
 SHAPES = {f"layer{i}.lora_{side}": shape for i in range(40) for side, shape in (("A", (32, 1537 + i)), ("B", (1001 + 3 * i, 32)))}
 RECEIVER = """
 import json, sys, torch
 from samebits.quant.digests import digests
-from samebits.rollout.ipc import FlatLayout, open_text
+from samebits.quant.stacks import FlatLayout
+from samebits.rollout.ipc import open_text
 shapes = json.loads(sys.argv[1])
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
 print("ready", flush=True)
-layout = FlatLayout.of(sorted(shapes), shapes, torch.bfloat16)
+layout = FlatLayout.of(shapes, torch.bfloat16)
 for line in sys.stdin:
     flat = open_text(line.strip(), device)
     slots = {name: view.clone() for name, view in layout.views(flat).items()}
@@ -47,7 +49,7 @@ def receiver():
 
 
 def sent(seed: int) -> tuple[FlatLayout, torch.Tensor]:
-    layout = FlatLayout.of(sorted(SHAPES), SHAPES, torch.bfloat16)
+    layout = FlatLayout.of(SHAPES, torch.bfloat16)
     flat = layout.buffer(GPU)
     g = torch.Generator(GPU).manual_seed(seed)
     for view in layout.views(flat).values():
