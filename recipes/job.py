@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,28 +64,19 @@ class TaskRunner:
         with open_trainer(config, recipe) as trainer:
             trainer.init()
             servers = trainer.llm_server_manager.server_handles
-            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
+            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed, trainer.samples))
 
 
 @contextmanager
 def open_trainer(config: DictConfig, recipe: Recipe) -> Iterator[SamebitsTrainer]:
-    """A trainer that is not initialised yet, and the transfer queue around it; for the driver's process."""
-    import transfer_queue as tq
+    """A trainer that is not initialised yet; for the driver's process."""
+    from .loop import SamebitsTrainer
 
-    with ThreadPoolExecutor(1) as pool:
-        # The queue's processes start while this one imports verl: each takes seconds, on cores of their own.
-        queue = pool.submit(tq.init, config.transfer_queue)
-        from .loop import SamebitsTrainer
-
-        queue.result()
+    trainer = SamebitsTrainer(config, recipe)
     try:
-        trainer = SamebitsTrainer(config, recipe)
-        try:
-            yield trainer
-        finally:
-            trainer.log.close()
+        yield trainer
     finally:
-        tq.close()
+        trainer.log.close()
 
 
 def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = False) -> dict[str, Any]:
@@ -141,7 +131,6 @@ def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[
         _start_ray(verl, verbose, environment)
         require_alike(recipe.model_path, recipe.folder, verl.trainer.nnodes, verl.trainer.n_gpus_per_node)
         config = OmegaConf.create(OmegaConf.to_container(verl, resolve=True))
-        config.transfer_queue.enable = True
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         yield config, {"scheduling_strategy": here}
     finally:
