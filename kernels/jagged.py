@@ -35,3 +35,34 @@ def jagged_join(columns: Sequence[Tensor]) -> Tensor:
     if len(columns) == 1:
         return columns[0]
     return jagged(torch.cat([c.values() for c in columns]), torch.cat([c.offsets().diff() for c in columns]))
+
+
+def padded_responses(values: Tensor, prompts: Tensor, responses: Tensor) -> Tensor:
+    """What a packed output says of responses, padded with zeros: [B, R], R the longest response.
+
+    Args:
+        values: [T], of the packed sequences; the value at a token is about the token after it.
+        prompts, responses: jagged [B, *], which together are the sequences. No prompt is empty.
+    Raises `ValueError` where they are not the sequences of `values`, or a prompt is empty.
+    """
+    total = len(responses.values())
+    if len(prompts) != len(responses) or len(prompts.values()) + total != len(values):
+        raise ValueError(f"{len(values)} values are not those of {len(prompts.values())} prompt and {total} response tokens")
+    # Jagged tensors that `jagged` made know their shortest and longest row: nobody waits for a GPU.
+    if not prompts._get_min_seqlen():
+        raise ValueError("a sequence has no prompt: nothing says how likely its first token was")
+    return take_responses(values, prompts.offsets(), responses.offsets(), total, responses._get_max_seqlen())
+
+
+def take_responses(values: Tensor, prompts: Tensor, responses: Tensor, total: int, longest: int) -> Tensor:
+    """The same by the offsets int64 [B + 1] of prompts and responses, without a word from the device.
+
+    `total`, `longest`: response tokens of all sequences, and of the longest response.
+    """
+    count = len(responses) - 1
+    row = torch.arange(count, device=values.device).repeat_interleave(responses.diff(), output_size=total)
+    token = torch.arange(total, device=values.device)
+    # Response token i of the batch lies behind the prompts of its own sequence and of those before it.
+    picked = values.index_select(0, token + prompts[1:][row] - 1)
+    at = row * longest + token - responses[:-1][row]
+    return picked.new_zeros(count * longest).index_put((at,), picked).view(count, longest)

@@ -216,8 +216,9 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         return out
 
     def _forward_step(self, micro_batch: TensorDict, loss_function: Callable | None) -> tuple[Tensor, dict[str, Any]]:
+        lengths = micro_batch["input_ids"].offsets().diff().tolist()
         micro_batch = micro_batch.to(get_device_id())
-        batch = pack(micro_batch, self.replay)
+        batch = pack(micro_batch, self.replay, lengths)
         entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         out: M3Output = self.module(*batch, entropy=entropy)
         if out.logprobs.requires_grad and (fault := injected_fault(self.adapter_version + 1)):

