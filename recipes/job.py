@@ -125,7 +125,7 @@ def _prepare(recipe: Recipe, verl: DictConfig) -> None:
 @contextmanager
 def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
     """Ray for one job: (verl's configuration as its processes get it, options of the driver's actor). Raises `RecipeError`."""
-    environment = _environment(recipe, verl.trainer.n_gpus_per_node)
+    environment = _environment(recipe, verl.trainer.n_gpus_per_node, verl.actor_rollout_ref.rollout.free_cache_engine)
     os.environ |= environment
     try:
         _start_ray(verl, verbose, environment)
@@ -152,8 +152,11 @@ def _finished(recipe: Recipe, total: int) -> bool:
     return path.is_file() and json.loads(path.read_text())["steps"] >= total
 
 
-def _environment(recipe: Recipe, ranks: int = 1) -> dict[str, str]:
-    """Environment of every process of the job. `ranks` of a machine work at the same time: on a CPU they share its cores."""
+def _environment(recipe: Recipe, ranks: int = 1, sleeps: bool = True) -> dict[str, str]:
+    """Environment of every process of the job. `ranks` of a machine work at the same time: on a CPU they share its cores.
+
+    `sleeps`: whether the engine gives its memory back while the trainer works, and wants the trainer's when it wakes.
+    """
     threads = str(recipe.threads or max(1, (os.cpu_count() or 1) // (ranks if recipe.device == "cpu" else 1)))
     found = {
         "VERL_USE_EXTERNAL_MODULES": PLUGINS,
@@ -167,6 +170,7 @@ def _environment(recipe: Recipe, ranks: int = 1) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "SAMEBITS_FAULT": json.dumps(vars(recipe.fault)),
+        "SAMEBITS_KEEP_MEMORY": str(int(not sleeps)),
     }
     if recipe.tracing.steps:
         found[tracing.VARIABLE] = json.dumps(vars(recipe.tracing) | {"folder": str(recipe.folder / TRACES)})

@@ -46,7 +46,7 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import NumericsProfile, get_profile
 from samebits.quant.roles import MODULE_PATHS
 
-from . import expert_ranks, hf_config
+from . import expert_ranks, hf_config, verl_patches
 from .batch import PackedBatch, pack, require_equal_work, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
 from .early_export import EarlyExport, worthwhile
@@ -64,6 +64,8 @@ _OVERRIDES = (
     "samebits_parity",
     "samebits_old_logprobs",
 )
+KEEP_MEMORY = "SAMEBITS_KEEP_MEMORY"
+"""Environment variable: 1 where the engine does not sleep, so that a rank's cached memory stays with it between steps."""
 _AGGREGATION = {"sum": AggregationType.SUM, "max": AggregationType.MAX}
 
 
@@ -117,6 +119,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def initialize(self) -> None:
         """Build the sharded model, optimizer, schedule and checkpoint manager."""
+        if os.environ.get(KEEP_MEMORY) == "1":
+            verl_patches.keep_cached_memory()
         self._build_model_optimizer()
         self.checkpoint_manager = AdapterCheckpointManager(self)
         offload = self._is_offload_param

