@@ -152,12 +152,16 @@ def a_trainer(monkeypatch, groups: int, samples: int, multiple: int):
     return trainer, trainer._balance_batch(batch, {})
 
 
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("normed", "masked"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(("groups", "samples", "multiple"), [(3, 4, 1), (2, 3, 4), (1, 2, 5), (5, 8, 40)])
-def test_advantages_and_means_have_the_bits_of_verl_s(monkeypatch, groups, samples, multiple, normed):
+def test_advantages_and_means_have_the_bits_of_verl_s(monkeypatch, groups, samples, multiple, normed, masked):
     from samebits.recipes import loop
 
     trainer, batch = a_trainer(monkeypatch, groups, samples, multiple)
+    if masked:
+        mask = trainer.samples.columns(batch.keys, "train", ["response_mask"])["response_mask"].clone()
+        mask.values()[::3] = 0
+        trainer.samples.kv_batch_put(batch.keys, "train", {"response_mask": mask})
     trainer.config.algorithm.norm_adv_by_std_in_grpo = normed
     assert len(batch) % multiple == 0 and sum(tag.get("is_padding", False) for tag in batch.tags) == len(batch) - groups * samples
     loop.PPOTrainerSync._compute_old_log_prob(trainer, batch, {})
