@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,28 +64,19 @@ class TaskRunner:
         with open_trainer(config, recipe) as trainer:
             trainer.init()
             servers = trainer.llm_server_manager.server_handles
-            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed))
+            trainer.fit(BatchLoop(config, servers, trainer.tokenizer, recipe.seed, trainer.samples))
 
 
 @contextmanager
 def open_trainer(config: DictConfig, recipe: Recipe) -> Iterator[SamebitsTrainer]:
-    """A trainer that is not initialised yet, and the transfer queue around it; for the driver's process."""
-    import transfer_queue as tq
+    """A trainer that is not initialised yet; for the driver's process."""
+    from .loop import SamebitsTrainer
 
-    with ThreadPoolExecutor(1) as pool:
-        # The queue's processes start while this one imports verl: each takes seconds, on cores of their own.
-        queue = pool.submit(tq.init, config.transfer_queue)
-        from .loop import SamebitsTrainer
-
-        queue.result()
+    trainer = SamebitsTrainer(config, recipe)
     try:
-        trainer = SamebitsTrainer(config, recipe)
-        try:
-            yield trainer
-        finally:
-            trainer.log.close()
+        yield trainer
     finally:
-        tq.close()
+        trainer.log.close()
 
 
 def train(recipe: Recipe, verl: DictConfig, console: Console, verbose: bool = False) -> dict[str, Any]:
@@ -135,13 +125,12 @@ def _prepare(recipe: Recipe, verl: DictConfig) -> None:
 @contextmanager
 def _cluster(recipe: Recipe, verl: DictConfig, verbose: bool) -> Iterator[tuple[DictConfig, dict[str, Any]]]:
     """Ray for one job: (verl's configuration as its processes get it, options of the driver's actor). Raises `RecipeError`."""
-    environment = _environment(recipe, verl.trainer.n_gpus_per_node)
+    environment = _environment(recipe, verl.trainer.n_gpus_per_node, verl.actor_rollout_ref.rollout.free_cache_engine)
     os.environ |= environment
     try:
         _start_ray(verl, verbose, environment)
         require_alike(recipe.model_path, recipe.folder, verl.trainer.nnodes, verl.trainer.n_gpus_per_node)
         config = OmegaConf.create(OmegaConf.to_container(verl, resolve=True))
-        config.transfer_queue.enable = True
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         yield config, {"scheduling_strategy": here}
     finally:
@@ -163,8 +152,11 @@ def _finished(recipe: Recipe, total: int) -> bool:
     return path.is_file() and json.loads(path.read_text())["steps"] >= total
 
 
-def _environment(recipe: Recipe, ranks: int = 1) -> dict[str, str]:
-    """Environment of every process of the job. `ranks` of a machine work at the same time: on a CPU they share its cores."""
+def _environment(recipe: Recipe, ranks: int = 1, sleeps: bool = True) -> dict[str, str]:
+    """Environment of every process of the job. `ranks` of a machine work at the same time: on a CPU they share its cores.
+
+    `sleeps`: whether the engine gives its memory back while the trainer works, and wants the trainer's when it wakes.
+    """
     threads = str(recipe.threads or max(1, (os.cpu_count() or 1) // (ranks if recipe.device == "cpu" else 1)))
     found = {
         "VERL_USE_EXTERNAL_MODULES": PLUGINS,
@@ -178,6 +170,7 @@ def _environment(recipe: Recipe, ranks: int = 1) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "SAMEBITS_FAULT": json.dumps(vars(recipe.fault)),
+        "SAMEBITS_KEEP_MEMORY": str(int(not sleeps)),
     }
     if recipe.tracing.steps:
         found[tracing.VARIABLE] = json.dumps(vars(recipe.tracing) | {"folder": str(recipe.folder / TRACES)})

@@ -6,7 +6,6 @@ is not finished before the answers agree. Each step becomes one line of `metrics
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import os
@@ -18,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import ray
-import transfer_queue as tq
+import torch
 from omegaconf import DictConfig
 from ray.exceptions import RayTaskError
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_from_nested
@@ -29,16 +30,20 @@ from samebits.alignment_checks.in_run import AgreementLost, History, check_bases
 from samebits.alignment_checks.limits import Limits
 from samebits.alignment_checks.report import recorded
 from samebits.alignment_checks.weights import WeightMismatch, base_digests, verify_sync, verify_unchanged_base
+from samebits.kernels.jagged import jagged
 from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.profile import require_same
 from samebits.trainer.m3_config import M3Dims
 from samebits.trainer.parity import ParityLost
+from samebits.trainer.shipment import Shipment, text_column
+from samebits.trainer.verl_patches import keep_samples_in
 
 from .config import TRACES, Recipe
 from .data import RECORD
 from .parity import parting_operation
 from .phases import step_phases, sync_metrics
 from .run_dir import MetricsLog, read_metrics, warn
+from .samples import SampleStore
 from .tracking import open_trackers
 
 # Names in metrics.jsonl of what verl's actor update reports.
@@ -56,7 +61,7 @@ _OPTIONAL_KEYS = {"grad_norm": "train/grad_norm", "lr": "train/lr", "objective/l
 
 
 _SCORED = ("input_ids", "loss_mask", "prompts", "responses", "response_mask", "routed_experts", "block_choices")
-"""What the trainer reads of a batch that it scores. A field costs time for every sample of it, so that the others stay in the queue."""
+"""What the trainer reads of a batch that it scores: the fields that are sent to its ranks."""
 _LEARNED = (*_SCORED, "uid", "rollout_log_probs", "old_log_probs", "advantages")
 """The same of one that it learns from."""
 
@@ -66,6 +71,8 @@ class SamebitsTrainer(PPOTrainerSync):
 
     def __init__(self, config: DictConfig, recipe: Recipe) -> None:
         super().__init__(config)
+        self.samples = SampleStore()
+        keep_samples_in(self.samples)
         self.recipe = recipe
         self.log = MetricsLog(recipe.folder / "metrics.jsonl")
         self.replay_buffer.poll_interval = 0.02  # samples are complete when a step asks for them
@@ -119,20 +126,38 @@ class SamebitsTrainer(PPOTrainerSync):
             self._step_metrics["time/check"] = time.perf_counter() - started
         return batch
 
+    def _compute_advantage(self, batch, metrics):
+        """As verl's, which pads every row to the longest: a group is compared by one number a sample, and each token gets its sample's."""
+        columns = self.samples.columns(batch.keys, batch.partition_id, ("uid", "rm_scores", "response_mask"))
+        uids, mask = np.array(columns["uid"], dtype=object), columns["response_mask"]
+        scores = _row_sums(columns["rm_scores"])[:, None]
+        normed = self.config.algorithm.norm_adv_by_std_in_grpo
+        advantages, _ = compute_grpo_outcome_advantage(scores, torch.ones_like(scores), uids, norm_adv_by_std_in_grpo=normed)
+        lengths = mask.offsets().diff()
+        of_tokens = advantages[:, 0].repeat_interleave(lengths) * mask.values()
+        self.samples.kv_batch_put(batch.keys, batch.partition_id, {"advantages": jagged(of_tokens, lengths)})
+        return batch
+
     def _score(self, batch) -> None:
-        """One forward of the trainer over the batch: `log_probs` of each row, in the transfer queue."""
-        asked = _with_fields(batch, _SCORED)
+        """One forward of the trainer over the batch: `log_probs` of each row, among its fields."""
+        sent = self._shipment(batch, _SCORED)
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        asked.extra_info = dict(batch.extra_info) | {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-        self.actor_rollout_wg.compute_log_prob(asked)
+        sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        scored = self.actor_rollout_wg.compute_log_prob(sent)
+        self.samples.kv_batch_put(batch.keys, batch.partition_id, TensorDict({"log_probs": scored["log_probs"]}, batch_size=[len(batch)]))
+
+    def _shipment(self, batch, fields: tuple[str, ...]) -> Shipment:
+        """Those of `fields` that the batch has, on their way to the ranks."""
+        columns = self.samples.columns(batch.keys, batch.partition_id, fields)
+        return Shipment({name: text_column(c) if isinstance(c, list) else c for name, c in columns.items()}, batch.extra_info)
 
     def _recompute_old_logprobs(self, batch) -> None:
         """The ablation: what the objective weighs against are the trainer's own logprobs, computed before the step."""
         started = time.perf_counter()
         self._score(batch)
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["log_probs", "response_mask"])
+        data = self.samples.kv_batch_get(batch.keys, batch.partition_id, ["log_probs", "response_mask"])
         data["old_log_probs"] = response_from_nested(data.pop("log_probs"), data["response_mask"])
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("old_log_probs"))
+        self.samples.kv_batch_put(batch.keys, batch.partition_id, data.select("old_log_probs"))
         self._step_metrics["time/old_logprobs"] = time.perf_counter() - started
 
     def _full_check(self, batch) -> None:
@@ -141,7 +166,7 @@ class SamebitsTrainer(PPOTrainerSync):
         replays = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         self._score(batch)
         wanted = [*fields, "routed_experts"] if replays else fields
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted)
+        data = self.samples.kv_batch_get(batch.keys, batch.partition_id, wanted)
         real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         rows = {name: data[name].unbind() for name in wanted}
         prompts, responses = ([len(rows[name][i]) for i in real] for name in ("prompts", "responses"))
@@ -249,7 +274,10 @@ class SamebitsTrainer(PPOTrainerSync):
         return found
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
-        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        if self.config.trainer.logger:
+            super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        else:
+            metrics |= self._means(batch)
         line = {"step": global_steps, "reward/mean": float(metrics["critic/score/mean"])}
         line |= {key: float(metrics[f"actor/{key}"]) for key in _ACTOR_KEYS if f"actor/{key}" in metrics}
         line |= {ours: float(metrics[f"actor/{key}"]) for key, ours in _OPTIONAL_KEYS.items() if f"actor/{key}" in metrics}
@@ -272,9 +300,16 @@ class SamebitsTrainer(PPOTrainerSync):
             self._save_due = False
             self._save_now()
 
+    def _means(self, batch) -> dict[str, float]:
+        """What a line wants of verl's metrics, which nobody else reads unless a recipe names loggers of verl's; without padding samples."""
+        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        columns = self.samples.columns(keys, batch.partition_id, ("rm_scores", "responses"))
+        lengths = columns["responses"].offsets().diff().float()
+        return {"critic/score/mean": _row_sums(columns["rm_scores"]).mean().item(), "response_length/mean": lengths.mean().item()}
+
     def _update_actor(self, batch, metrics):
         try:
-            super()._update_actor(_with_fields(batch, _LEARNED), metrics)
+            super()._update_actor(self._shipment(batch, _LEARNED), metrics)
             return batch
         except RayTaskError as error:
             if not isinstance(error.cause, ParityLost):
@@ -308,14 +343,11 @@ class SamebitsTrainer(PPOTrainerSync):
         os.replace(staging, target)
 
 
-def _with_fields(batch, fields: tuple[str, ...]):
-    """The same rows of the transfer queue, of which a worker fetches these fields (those that there are) and no others."""
-    asked = copy.copy(batch)
-    asked.fields = list(fields)
-    return asked
+def _row_sums(column: torch.Tensor) -> torch.Tensor:
+    """Sum of each row of a jagged tensor [B, *], exact where a row has one number that is not zero."""
+    rows = torch.arange(len(column)).repeat_interleave(column.offsets().diff())
+    return torch.zeros(len(column), dtype=column.dtype).index_add_(0, rows, column.values())
 
 
 def _object_stack(items: list[str]):
-    from tensordict import NonTensorData, NonTensorStack
-
     return NonTensorStack(*(NonTensorData(item) for item in items))

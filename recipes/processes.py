@@ -32,8 +32,6 @@ _SERVER = re.compile(r"server_(\d+)_(\d+)")
 _WORKER = re.compile(r"WorkerDict_(\d+):(\d+)$")
 _ACTORS = {
     "TaskRunner": "the training loop",
-    "SimpleStorageUnit": "the store of samples",
-    "TransferQueueController": "the controller of samples",
     "RewardLoopWorker": "the reward worker",
 }
 _UNEXPECTED = ("WORKER_DIED", "NODE_DIED", "MEMORY")

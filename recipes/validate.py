@@ -344,6 +344,8 @@ def _sync(recipe: Recipe, verl: DictConfig) -> None:
         raise RecipeError("actor_rollout_ref.rollout.enable_prefix_caching=false: vLLM keeps the routes to replay with its cached blocks")
     if verl.trainer.v1.trainer_mode != "sync":
         raise RecipeError(f"trainer.v1.trainer_mode={verl.trainer.v1.trainer_mode}: one optimizer step a batch needs sync")
+    if verl.skip.rollout_tq.enable:
+        raise RecipeError("skip.rollout_tq.enable=true would take samples out of a service that this job does not start")
 
 
 def _expert_parallel(recipe: Recipe, verl: DictConfig, model: Model, layout: Spread) -> None:

@@ -44,20 +44,23 @@ def without_row_objects(batch: TensorDict) -> TensorDict:
     return batch.exclude(*(key for key, value in batch.items() if isinstance(value, NonTensorStack)))
 
 
-def pack(batch: TensorDict, replay: bool) -> PackedBatch:
-    """Packed model inputs of a micro-batch. Raises `BatchError` on a temperature that is not positive."""
+def pack(batch: TensorDict, replay: bool, lengths: list[int] | None = None) -> PackedBatch:
+    """Packed model inputs of a micro-batch. Raises `BatchError` on a temperature that is not positive.
+
+    `lengths`: those of the sequences, where the host knows them; it waits for the device otherwise.
+    """
     ids = batch["input_ids"]
-    tokens, lengths = ids.values(), ids.offsets().diff()
+    tokens, of_rows = ids.values(), ids.offsets().diff()
     temperature = batch["temperature"]
     if not isinstance(temperature, Tensor):
-        temperature = torch.full((len(lengths),), float(temperature))
+        temperature = torch.full((len(of_rows),), float(temperature))
     if not (temperature > 0).all():
         raise BatchError(f"temperature must be positive in training, not {temperature.min().item()}")
     return PackedBatch(
         tokens,
-        lengths.tolist(),
+        of_rows.tolist() if lengths is None else lengths,
         tokens.roll(-1),
-        temperature.to(tokens.device, torch.float32).repeat_interleave(lengths),
+        temperature.to(tokens.device, torch.float32).repeat_interleave(of_rows, output_size=len(tokens)),
         _rows(batch, ROUTES) if replay else None,
         _rows(batch, BLOCKS) if replay and BLOCKS in batch else None,
     )

@@ -47,7 +47,7 @@ from samebits.quant.profile import NumericsProfile, get_profile
 from samebits.quant.roles import MODULE_PATHS
 from samebits.quant.stacks import StackedTensors
 
-from . import expert_ranks, hf_config
+from . import expert_ranks, hf_config, verl_patches
 from .batch import PackedBatch, pack, require_equal_work, require_objective_fields, require_routes, without_row_objects
 from .checkpointing import AdapterCheckpointManager
 from .early_export import EarlyExport, worthwhile
@@ -65,6 +65,8 @@ _OVERRIDES = (
     "samebits_parity",
     "samebits_old_logprobs",
 )
+KEEP_MEMORY = "SAMEBITS_KEEP_MEMORY"
+"""Environment variable: 1 where the engine does not sleep, so that a rank's cached memory stays with it between steps."""
 _AGGREGATION = {"sum": AggregationType.SUM, "max": AggregationType.MAX}
 
 
@@ -118,6 +120,8 @@ class SamebitsEngine(FSDPEngineWithLMHead):
 
     def initialize(self) -> None:
         """Build the sharded model, optimizer, schedule and checkpoint manager."""
+        if os.environ.get(KEEP_MEMORY) == "1":
+            verl_patches.keep_cached_memory()
         self._build_model_optimizer()
         self.checkpoint_manager = AdapterCheckpointManager(self)
         offload = self._is_offload_param
@@ -217,8 +221,9 @@ class SamebitsEngine(FSDPEngineWithLMHead):
         return out
 
     def _forward_step(self, micro_batch: TensorDict, loss_function: Callable | None) -> tuple[Tensor, dict[str, Any]]:
+        lengths = micro_batch["input_ids"].offsets().diff().tolist()
         micro_batch = micro_batch.to(get_device_id())
-        batch = pack(micro_batch, self.replay)
+        batch = pack(micro_batch, self.replay, lengths)
         entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         out: M3Output = self.module(*batch, entropy=entropy)
         if out.logprobs.requires_grad and (fault := injected_fault(self.adapter_version + 1)):

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
+
+from .shipment import text_row
 
 RECORD = "difference.json"
 TAPS = "trainer_taps.safetensors"
@@ -76,7 +78,8 @@ def require_same_bits(
     """Raise `ParityLost` on every rank of `group` when any of them finds a difference; collective.
 
     Args:
-        logprobs, micro: as `first_difference` takes them. whole: the rank's batch in the job's order, which gives the sample its name.
+        logprobs, micro: as `first_difference` takes them. whole: the rank's batch in the job's order;
+            its `uid`, a `text_column`, names the sample.
         step: the step that is being learned. folder: where the record and the taps go.
         record: (row, tokens) to the taps of that many first tokens of a sequence; every rank calls it or none.
     """
@@ -102,8 +105,7 @@ def _message(found: Difference, micro: TensorDict, whole: TensorDict, step: int)
     ids = micro["input_ids"].unbind()[found.row]
     rows = (i for i, other in enumerate(whole["input_ids"].unbind()) if torch.equal(other.to(ids.device), ids))
     at = next(rows, found.row)
-    uids = whole.get("uid", None)
-    name = f"sample {at}" + (f" (prompt {uids.tolist()[at]})" if isinstance(uids, NonTensorStack) else "")
+    name = f"sample {at}" + (f" (prompt {text_row(whole['uid'], at)})" if "uid" in whole else "")
     return (
         f"step {step}: {name}: token {found.token} (prompt of {found.prompt} tokens): trainer logprob {found.trainer!r}, "
         f"engine {found.engine!r}: numerics.parity=bitwise allows no difference"

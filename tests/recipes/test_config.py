@@ -104,6 +104,7 @@ def test_whether_ranks_share_the_indexers_work_reaches_the_engine():
         ("trainer.total_training_steps=0", "at least 1"),
         ("trainer.n_gpus_per_node=7", "do not divide"),
         ("trainer.v1.trainer_mode=separate_async", "needs sync"),
+        ("skip.rollout_tq.enable=true", "a service that this job does not start"),
         ("seed=-1", "seed"),
         ("seed=99999999999999", "seed"),
         ("name=../../elsewhere", "name"),

@@ -72,6 +72,7 @@ def test_a_checkpoint_waits_for_the_step_s_line_and_is_not_made_of_a_step_that_f
     events = []
     trainer.recipe = SimpleNamespace(checks=SimpleNamespace(max_kl=1e-3), numerics=SimpleNamespace(parity="auto"))
     trainer._save_due = False
+    trainer.config = SimpleNamespace(trainer=SimpleNamespace(logger=["console"]))
     monkeypatch.setattr(loop.PPOTrainerSync, "_compute_metrics", lambda self, *a, **k: None)
     monkeypatch.setattr(trainer, "_save_now", lambda: events.append([line["step"] for line in read_metrics(trainer.log.path)]))
     trainer._step_metrics = {"sync/verified": True, "response/truncated_fraction": 0.25}
@@ -110,53 +111,47 @@ def test_one_rank_is_not_balanced_and_two_are(trainer, monkeypatch, ranks):
     assert (result, seen) == (("padded", [("batch", 3, 2)]) if ranks == 1 else ("balanced", []))
 
 
-def test_a_worker_fetches_what_the_trainer_reads_and_the_batch_keeps_all(trainer, monkeypatch):
+def test_the_ranks_are_sent_what_the_trainer_reads_and_no_more(trainer, monkeypatch):
+    import torch
+    from tensordict import TensorDict
     from transfer_queue import KVBatchMeta
 
     from samebits.recipes import loop
+    from samebits.recipes.samples import SampleStore
     from samebits.trainer.batch import _RESPONSE_FIELDS, BLOCKS, ROUTES
+    from tests.support.training import nested
+
+    def score(sent):
+        asked.append(sent)
+        return TensorDict({"log_probs": nested([torch.ones(2)])}, batch_size=[1])
 
     asked = []
     monkeypatch.setattr(loop.PPOTrainerSync, "_update_actor", lambda self, batch, metrics: asked.append(batch))
-    trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=1.0)))
-    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=asked.append)
-    batch = KVBatchMeta(keys=["a"], tags=[{}], partition_id="train")
-    assert trainer._update_actor(batch, {}) is batch and batch.fields is None
-    trainer._score(batch)
-    learned, scored = ({*one.fields} for one in asked)
+    trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=0.5)))
+    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=score)
+    trainer.samples = SampleStore()
     needed = {"input_ids", "loss_mask", "prompts", "responses", ROUTES, BLOCKS}
-    assert needed | {*_RESPONSE_FIELDS, "uid"} <= learned and needed <= scored
-    assert not {"extra_fields", "num_turns", "rm_scores", "returns", "position_ids"} & (learned | scored)
+    fields = needed | {*_RESPONSE_FIELDS, "rm_scores", "position_ids"}
+    columns = {name: nested([torch.ones(2)]) for name in fields} | {"num_turns": [2], "uid": ["u"], "extra_fields": [{}]}
+    trainer.samples.kv_batch_put(["a"], "train", columns, [{}])
+    batch = KVBatchMeta(keys=["a"], tags=[{}], partition_id="train", extra_info={"epochs": 1})
+    assert trainer._update_actor(batch, {}) is batch
+    trainer._score(batch)
+    learned, scored = ({*one.columns} for one in asked)
+    assert learned == needed | {*_RESPONSE_FIELDS, "uid"} and scored == needed | {"response_mask"}
+    assert asked[0].extra_info == {"epochs": 1} and asked[1].extra_info["temperature"] == 0.5 and batch.extra_info == {"epochs": 1}
+    assert trainer.samples.columns(["a"], "train", ["log_probs"])["log_probs"].values().tolist() == [1.0, 1.0]
 
 
-def test_the_queue_is_there_before_the_trainer_and_a_failure_of_its_is_the_job_s(monkeypatch):
-    import time
-
-    import transfer_queue
-
+def test_a_trainer_s_log_is_closed_however_the_job_ends(monkeypatch):
     from samebits.recipes import job, loop
 
     events = []
-
-    def init(config):
-        time.sleep(0.1)
-        events.append(config)
-
     log = SimpleNamespace(close=lambda: events.append("log"))
-    monkeypatch.setattr(transfer_queue, "init", init)
-    monkeypatch.setattr(transfer_queue, "close", lambda: events.append("close"))
     monkeypatch.setattr(loop, "SamebitsTrainer", lambda config, recipe: events.append("trainer") or SimpleNamespace(log=log))
-    with job.open_trainer(SimpleNamespace(transfer_queue="queue"), None):
-        events.append("job")
-    assert events == ["queue", "trainer", "job", "log", "close"]
-
-    def refuse(config):
-        raise OSError("no room for the queue")
-
-    monkeypatch.setattr(transfer_queue, "init", refuse)
-    with pytest.raises(OSError, match="no room for the queue"), job.open_trainer(SimpleNamespace(transfer_queue="queue"), None):
-        events.append("job")
-    assert events == ["queue", "trainer", "job", "log", "close"]
+    with pytest.raises(OSError, match="no room"), job.open_trainer(None, None):
+        raise OSError("no room")
+    assert events == ["trainer", "log"]
 
 
 def test_a_recipe_is_validated_without_importing_verl():
@@ -180,6 +175,7 @@ def test_bitwise_parity_allows_no_difference_in_a_step(trainer, monkeypatch, lar
 
     trainer.recipe = SimpleNamespace(checks=SimpleNamespace(max_kl=1e-3), numerics=SimpleNamespace(parity="bitwise"))
     trainer._save_due = False
+    trainer.config = SimpleNamespace(trainer=SimpleNamespace(logger=["console"]))
     monkeypatch.setattr(loop.PPOTrainerSync, "_compute_metrics", lambda self, *a, **k: None)
     metrics = step_metrics(0.0) | {"actor/mismatch/max_abs": largest}
     timing = {"update_actor": 1.0, "update_weights": 1.0, "step": 3.0}
@@ -263,6 +259,7 @@ def test_a_trainer_that_lost_parity_ends_the_job_with_its_line_and_the_operation
 
         monkeypatch.setattr(loop.PPOTrainerSync, "_update_actor", update)
 
+    monkeypatch.setattr(trainer, "_shipment", lambda batch, fields: batch)
     trainer.recipe = SimpleNamespace(folder="run")
     trainer.llm_server_manager = SimpleNamespace(server_handles=["server"])
     monkeypatch.setattr(loop, "parting_operation", lambda server, folder: f"{server} {folder}: the first operation is q")
@@ -282,12 +279,11 @@ def test_recomputed_old_logprobs_are_those_of_the_responses(trainer, monkeypatch
     from tests.support.training import nested
 
     scored, put = [], []
+    trainer.samples = SimpleNamespace(kv_batch_get=lambda *a: data, kv_batch_put=lambda keys, partition, fields: put.append(fields))
     rows = [torch.arange(5.0), torch.arange(7.0) + 10]  # whole sequences; row t scores token t + 1
     masks = [torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64)]
     data = TensorDict({"log_probs": nested(rows), "response_mask": nested(masks)}, batch_size=[2])
     monkeypatch.setattr(loop.SamebitsTrainer, "_score", lambda self, batch: scored.append(batch))
-    monkeypatch.setattr(loop.tq, "kv_batch_get", lambda **kwargs: data)
-    monkeypatch.setattr(loop.tq, "kv_batch_put", lambda **kwargs: put.append(kwargs["fields"]))
     batch = SimpleNamespace(keys=["a", "b"], partition_id="train")
     trainer._recompute_old_logprobs(batch)
     assert scored == [batch] and set(put[0].keys()) == {"old_log_probs"}

@@ -21,7 +21,6 @@ from samebits.rollout import ended
         ("samebits_server_1_0", "SamebitsServer", "server of engine replica 1"),
         ("samebits_server_5_2", "SamebitsServer", "server of engine replica 5 (its node 2)"),
         ("", "samebits.recipes.job.TaskRunner", "the training loop"),
-        ("", "SimpleStorageUnit", "the store of samples"),
         ("", "SomethingElse", "SomethingElse"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A batch of prompts through the batch loop, with a stand-in for the server and for the transfer queue."""
+"""A batch of prompts through the batch loop, with stand-ins for the server and for the store of samples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
@@ -50,7 +52,10 @@ def test_what_is_put_for_each_sample(monkeypatch, validate, filtered):
     from samebits.rollout import batch_loop
 
     put = []
-    monkeypatch.setattr(batch_loop.tq, "kv_batch_put", lambda **kwargs: put.append(kwargs))
+
+    def keep(keys, partition_id, fields=None, tags=None):
+        put.append({"keys": keys, "partition_id": partition_id, "fields": fields, "tags": tags})
+
     monkeypatch.setattr(batch_loop.ray, "get", lambda calls: calls)
     graded = []
     monkeypatch.setattr(batch_loop, "_reward_function", lambda config: lambda **kwargs: graded.append(kwargs) or {"score": 1.0})
@@ -62,7 +67,7 @@ def test_what_is_put_for_each_sample(monkeypatch, validate, filtered):
             "algorithm": {"filter_groups": {"enable": filtered}},
         }
     )
-    loop = batch_loop.BatchLoop(config, [Server()], Tokenizer(), seed=0)
+    loop = batch_loop.BatchLoop(config, [Server()], Tokenizer(), 0, SimpleNamespace(kv_batch_put=keep))
     rows = {
         "uid": ["u0", "u1"],
         "index": [0, 1],
@@ -87,7 +92,52 @@ def test_what_is_put_for_each_sample(monkeypatch, validate, filtered):
     assert ("extra_fields" in columns) == (validate or filtered) and "metrics" not in columns
     if "extra_fields" in columns:
         assert list(samples["fields"]["extra_fields"])[1]["reward_extra_info"] == {"score": 1.0}
-    assert torch.equal(samples["fields"]["rm_scores"], torch.tensor([[0.0, 1.0]] * 4))
-    assert torch.equal(samples["fields"]["rollout_log_probs"], torch.tensor([[-0.5, -0.25]] * 4))
+    rows = {name: [row.tolist() for row in samples["fields"][name].unbind()] for name in ("rm_scores", "rollout_log_probs", "input_ids")}
+    assert rows["rm_scores"] == [[0.0, 1.0]] * 4 and rows["rollout_log_probs"] == [[-0.5, -0.25]] * 4
+    assert rows["input_ids"] == [[2, 7, 3, 4]] * 2 + [[3, 7, 3, 4]] * 2
     assert [(len(t), t.dtype) for t in samples["fields"]["routed_experts"].unbind()] == [(4, torch.int16)] * 4
-    assert torch.equal(samples["fields"]["input_ids"][2], torch.tensor([3, 7, 3, 4]))
+    assert [tag["seq_len"] for tag in samples["tags"]] == [4] * 4 and {tag["status"] for tag in done["tags"]} == {"finished"}
+
+
+@st.composite
+def sampled(draw):
+    count = draw(st.integers(1, 5))
+    ids = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
+    prompts, responses = ([draw(ids) for _ in range(count)] for _ in range(2))
+    scores = draw(st.lists(st.floats(-2, 2), min_size=count, max_size=count))
+    return prompts, responses, scores, draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 99))
+
+
+@given(sampled())
+def test_columns_are_the_samples_one_after_the_other(case):
+    from verl.workers.rollout.replica import TokenOutput
+
+    from samebits.rollout.batch_loop import token_columns
+
+    prompts, responses, scores, scored, routed, seed = case
+    g = np.random.default_rng(seed)
+    outputs = [
+        TokenOutput(
+            token_ids=response,
+            log_probs=(-g.random(len(response))).tolist() if scored else None,
+            routed_experts=g.integers(-1, 9, (len(prompt) + len(response), 3, 2)).astype(np.int16) if routed else None,
+        )
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    found = token_columns(prompts, outputs, scores)
+    want = {
+        "prompts": [torch.tensor(p) for p in prompts],
+        "responses": [torch.tensor(r) for r in responses],
+        "response_mask": [torch.ones(len(r), dtype=torch.int64) for r in responses],
+        "loss_mask": [torch.ones(len(r), dtype=torch.int64) for r in responses],
+        "rm_scores": [torch.tensor([0.0] * (len(r) - 1) + [s]) for r, s in zip(responses, scores, strict=True)],
+        "input_ids": [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)],
+    }
+    if scored:
+        want["rollout_log_probs"] = [torch.tensor(o.log_probs, dtype=torch.float32) for o in outputs]
+    if routed:
+        want["routed_experts"] = [torch.from_numpy(o.routed_experts) for o in outputs]
+    assert set(found) == set(want)
+    for name, rows in want.items():
+        have = found[name].unbind()
+        assert len(have) == len(rows) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(have, rows, strict=True)), name

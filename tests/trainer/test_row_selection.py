@@ -54,6 +54,12 @@ def test_rows_are_those_of_verl(case):
     assert tensordict_utils.get_non_tensor_data(have, "temperature", None) == 1.0
 
 
+def test_all_rows_in_order_are_the_column_itself():
+    column = jagged([3, 1, 2], (), torch.int64, 0)
+    batch = TensorDict({"ids": column}, batch_size=3)
+    assert CHOOSE(batch, torch.arange(3))["ids"] is column and CHOOSE(batch, [0, 1])["ids"] is not column
+
+
 def test_columns_on_the_host_are_not_taken_apart(monkeypatch):
     batch = TensorDict({"ids": jagged([3, 1, 2], (), torch.int64, 0)}, batch_size=3)
     whole = batch["ids"].unbind()
