@@ -251,6 +251,19 @@ def test_prefix_cache_hit(fake):
     fake.settle()
 
 
+def test_blocks_that_were_decoded_are_cached(fake):
+    """Their hash covers what was decoded: a prompt that goes on there is found in the cache."""
+    from vllm import SamplingParams
+
+    (first,) = fake.run([wish := Wish(7, 100, 60)])
+    fake.engine.add_request("on", {"prompt_token_ids": wish.prompt + first.ids}, SamplingParams(max_tokens=1, detokenize=False))
+    outputs = []
+    while fake.engine.has_unfinished_requests():
+        outputs += fake.engine.step()
+    assert outputs[-1].num_cached_tokens == 128
+    fake.settle()
+
+
 def test_preemption(fake):
     wishes = [Wish(n, 100, 200) for n in range(8)]  # 3 blocks each, of which there are 14
     times = []

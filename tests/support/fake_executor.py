@@ -43,6 +43,8 @@ class FakeExecutor(Executor):
     def _init_executor(self) -> None:
         self.ahead = bool(self.vllm_config.additional_config.get("fake_ahead"))
         self.tokens: dict[str, list[int]] = {}
+        self.blocks: dict[str, int] = {}
+        """Blocks of the KV cache that each request was given."""
         self.connector: Any = None
         self.seconds = 0.0
         """CPU time of this stand-in itself."""
@@ -123,11 +125,16 @@ class FakeExecutor(Executor):
     def _step(self, scheduled: Any) -> None:
         for request in scheduled.finished_req_ids:
             self.tokens.pop(request, None)
+            self.blocks.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
             self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.blocks.update((new.req_id, len(new.block_ids[0])) for new in scheduled.scheduled_new_reqs)
+        for request, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            held = 0 if request in cached.resumed_req_ids else self.blocks[request]
+            self.blocks[request] = held + len(new[0] if new else ())
         for request, ids in cached.all_token_ids.items():
             self.tokens[request] = list(ids)
         counts = scheduled.num_scheduled_tokens
@@ -137,6 +144,8 @@ class FakeExecutor(Executor):
         known = np.fromiter((len(self.tokens[r]) for r in self.batch), np.int64, len(counts))
         inputs = [self.tokens[r][s : s + n] for r, s, n in zip(self.batch, starts.tolist(), lengths.tolist(), strict=True)]
         assert [len(i) for i in inputs] == lengths.tolist(), "a token was scheduled that nobody knows"
+        room = np.fromiter((self.blocks[r] for r in self.batch), np.int64, len(counts)) * self.vllm_config.cache_config.block_size
+        assert (starts + lengths <= room).all(), "a token was scheduled that has no place in the KV cache"
         flat = np.fromiter((t for i in inputs for t in i), np.int64, int(lengths.sum()))
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]) if self.batch else flat
