@@ -27,7 +27,7 @@ from .engine import OPERATIONS
 def _packed(change: Callable[[Any], Any]) -> Iterator[None]:
     """`change` works on every packed micro-batch of the trainer."""
     original = trainer_engine.pack
-    with replaced(trainer_engine, "pack", lambda batch, replay: change(original(batch, replay))):
+    with replaced(trainer_engine, "pack", lambda *args: change(original(*args))):
         yield
 
 
