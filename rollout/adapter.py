@@ -24,7 +24,7 @@ from vllm.lora.request import LoRARequest
 from samebits.quant.adapter import AdapterError, Manifest, load_peft, peft_metadata
 from samebits.quant.digests import Digester
 from samebits.quant.profile import NumericsProfile, require_same
-from samebits.quant.stacks import StackedTensors, copy_all
+from samebits.quant.stacks import copy_all
 
 from .ipc import CUDA, Handles, open_own
 from .slot_plan import SlotPlan, parts_of, slots_of
@@ -105,11 +105,6 @@ def folder_profile(folder: Path, profile: NumericsProfile) -> str:
     except ValueError as error:
         raise AdapterError(str(error)) from None
     return trained
-
-
-def held_tensors(model: Any, version: int) -> dict[str, Tensor]:
-    """What the engine multiplies with for `version`, under wire names, bf16, on the engine's device. Raises `AdapterError`."""
-    return dict(StackedTensors(_plan(model, version).read()))
 
 
 def held(model: Any, version: int) -> Manifest:
