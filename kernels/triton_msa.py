@@ -11,7 +11,7 @@ from torch import Tensor
 from . import cuda_prefill
 from .msa import SparseConfig
 from .msa_ops import DIM, Batch, Norms, Packed, Pages
-from .triton_msa_attend import ROWS, SUMS, attend_kernel, merge_kernel
+from .triton_msa_attend import ROWS, STATE, attend_kernel, merge_kernel
 from .triton_msa_backward import PackedAttention
 from .triton_msa_blocks import WARPS
 from .triton_msa_index import choose_kernel, score_kernel
@@ -235,7 +235,7 @@ def attend_in_triton(
     parts = state = None
     if units > 1:
         parts = torch.empty(rows, units, ROWS.value, DIM, dtype=torch.float32, device=q.device)
-        state = torch.empty(rows, units, ROWS.value, 1 + SUMS.value, dtype=torch.float32, device=q.device)
+        state = torch.empty(rows, units, STATE.value, dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device) if q.is_cuda else _Nothing():
         attend_kernel[(rows * units,)](
             q.contiguous(),

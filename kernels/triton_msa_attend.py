@@ -25,6 +25,7 @@ from .triton_target import has_ptx
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
 SUMS = tl.constexpr(4 * WARPS.value)  # sums of a head's weights, one for each lane that has its scores
+STATE = tl.constexpr(ROWS.value * (1 + SUMS.value))  # maxima and sums of a program
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def attend_kernel(
     out_ptr,  # [T, G * HEADS, 128]
     lse_ptr,  # fp32 [T, G * HEADS]: log2 of the softmax's sum, of scores in powers of two
     part_ptr,  # fp32 [T, G, TOPK / UNIT, 16, 128]: weighted values of the programs, where a query has several
-    state_ptr,  # fp32 [T, G, TOPK / UNIT, 16, 1 + SUMS]: their maxima and sums
+    state_ptr,  # fp32 [T, G, TOPK / UNIT, STATE]: their maxima [16] and sums [16, SUMS]
     page_stride,
     token_stride,
     head_stride,
@@ -172,9 +173,9 @@ def attend_kernel(
             all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
 
     if UNIT < TOPK:
-        state_ptr += (program * ROWS + head) * (1 + SUMS)
-        tl.store(state_ptr, all_top)
-        tl.store(state_ptr[:, None] + 1 + tl.arange(0, SUMS)[None, :], all_sums)
+        state_ptr += program * STATE
+        tl.store(state_ptr + head, all_top)
+        tl.store(state_ptr + ROWS + head[:, None] * SUMS + tl.arange(0, SUMS)[None, :], all_sums)
         part_ptr += program * ROWS * 128
         tl.store(part_ptr + head[:, None] * 128 + tl.arange(0, 128)[None, :], all_values)
     else:
@@ -202,24 +203,26 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
     dim = tl.arange(0, 128)
-    state_ptr += (row * GROUPS * PARTS * ROWS + head) * (1 + SUMS)
+    state_ptr += row * GROUPS * PARTS * STATE
     part_ptr += (row * GROUPS * PARTS * ROWS + head[:, None]) * 128 + dim[None, :]
+    # All is asked for before any of it is used: one wait for memory instead of one for each part.
+    tops, sums_of, values_of = (), (), ()
+    for place in tl.static_range(GROUPS * PARTS):
+        tops = tops + (tl.load(state_ptr + place * STATE + head),)
+        sums_of = sums_of + (tl.load(state_ptr + place * STATE + ROWS + head[:, None] * SUMS + tl.arange(0, SUMS)[None, :]),)
+        values_of = values_of + (tl.load(part_ptr + place * ROWS * 128),)
     all_top = tl.full([SHARE], float("-inf"), tl.float32)
     all_sums = tl.zeros([SHARE, SUMS], tl.float32)
     all_values = tl.zeros([SHARE, 128], tl.float32)
     for group in tl.static_range(GROUPS):
-        top = tl.full([SHARE], float("-inf"), tl.float32)
-        sums = tl.zeros([SHARE, SUMS], tl.float32)
-        values = tl.zeros([SHARE, 128], tl.float32)
-        for part in tl.static_range(PARTS):
-            place = (group * PARTS + part) * ROWS
-            part_top = tl.load(state_ptr + place * (1 + SUMS))
-            part_sums = tl.load(state_ptr[:, None] + place * (1 + SUMS) + (1 + tl.arange(0, SUMS))[None, :])
-            part_values = tl.load(part_ptr + place * 128)
-            if PARTS == 1:
-                top, sums, values = part_top, part_sums, part_values
-            else:
-                top, sums, values = _join(top, sums, values, part_top, part_sums, part_values)
+        if PARTS == 1:
+            top, sums, values = tops[group], sums_of[group], values_of[group]
+        else:
+            top = tl.full([SHARE], float("-inf"), tl.float32)
+            sums = tl.zeros([SHARE, SUMS], tl.float32)
+            values = tl.zeros([SHARE, 128], tl.float32)
+            for part in tl.static_range(group * PARTS, group * PARTS + PARTS):
+                top, sums, values = _join(top, sums, values, tops[part], sums_of[part], values_of[part])
         all_top, all_sums, all_values = _join(all_top, all_sums, all_values, top, sums, values)
     out, lse = _finish(all_top, all_sums, all_values)
     at = (row * HEADS + head)[:, None] * 128 + dim[None, :]
