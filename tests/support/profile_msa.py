@@ -1,0 +1,34 @@
+"""A few calls of MSA decode on a CUDA device, for a profiler.
+
+`python -m tests.support.profile_msa [--requests 32] [--context 131072] [--format nvfp4]`
+
+Index scores and sparse attention at MiniMax-M3's shapes, as `samebits bench kernels --what msa` times them, three calls each. On an H200:
+
+    ncu --clock-control none --set full -k 'regex:score_kernel|attend_kernel|merge_kernel' python -m tests.support.profile_msa
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from samebits.kernels import bench_msa
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--context", type=int, default=131072)
+    parser.add_argument("--format", choices=bench_msa.FORMATS, default="nvfp4")
+    args = parser.parse_args()
+    operations = bench_msa.Case(args.requests, args.context, args.format).operations()
+    for name in ("scores", "attention"):
+        for call in operations[name][:3]:
+            call()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
