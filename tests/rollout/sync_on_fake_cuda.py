@@ -101,7 +101,8 @@ def main() -> dict[str, Any]:
             made = work()
         copies = ["goes on" if " and goes on at " in copy else copy for copy in seen.copies]
         kernels = [launch.kernel for launch in seen.launches]
-        parts[name] = {"operations": dict(operations.names), "kernels": kernels, "copies": copies, "waits": seen.waits}
+        on_device = {"operations": dict(operations.names), "kernels": kernels}
+        parts[name] = on_device | {"copies": copies, "pinned": seen.pinned, "waits": seen.waits}
         return made
 
     with fake_cuda() as seen:

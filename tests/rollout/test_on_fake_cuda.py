@@ -44,6 +44,7 @@ def test_a_sync_is_few_operations_on_the_device_and_waits_for_none_of_them():
     assert parts["fill"]["operations"] == {"_foreach_copy_": 1, "copy_": strided}
     assert parts["digest"]["kernels"] == parts["read"]["kernels"] == ["_lanes_kernel"]
     assert parts["digest"]["copies"] == parts["read"]["copies"] == ["goes on"], "the table of a launch is waited for"
+    assert parts["digest"]["pinned"] == parts["read"]["pinned"] == 1
     assert parts["read"]["operations"]["clone"] == strided
     for name in ("export", "scaled", "lay out", "plan", "again", "fill"):
         assert not parts[name]["copies"] and not parts[name]["kernels"], name
