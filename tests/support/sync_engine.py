@@ -72,9 +72,10 @@ class EngineWorker(WorkerExtension):
                 self._copy()
 
     def _copy(self) -> None:
+        """By kernels, as those that multiply: what a node of a graph that is a plain copy does after memory was mapped anew is CUDA's."""
         for out, views in zip(self.read, self.views, strict=True):
             for name, view in views.items():
-                out[name].copy_(view)
+                torch.bitwise_or(view.view(torch.int16), 0, out=out[name].view(torch.int16))
 
     def remove_lora(self, adapter_id: int) -> bool:
         """Empty a slot."""
