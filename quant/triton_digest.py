@@ -105,7 +105,10 @@ def device_lanes(stacks: list[Tensor]) -> Tensor:
     table[:count], table[count : 2 * count] = np.repeat(starts, rows) + row * np.repeat(steps, rows), pairs
     owner = np.repeat(np.arange(count), tiles)
     table[2 * count :] = owner << 32 | np.arange(programs) - (np.cumsum(tiles) - tiles)[owner]
-    on_device = torch.from_numpy(buffer).to(device)
+    host = torch.from_numpy(buffer)
+    if device.type == "cuda":  # from memory that is not pinned the host would wait for all that is queued before
+        host = host.pin_memory()
+    on_device = host.to(device, non_blocking=True)
     lanes = on_device[: LANES * count].view(count, LANES)
     if programs:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

@@ -76,11 +76,10 @@ def plan(recipe: Recipe, verl: DictConfig, found: Validated) -> MemoryReport:
     asleep = rollout.free_cache_engine
     resident = {} if asleep else engine
     syncing = {k: v for k, v in engine.items() if k != "engine: KV cache"} if asleep else engine
-    gathering = {"trainer: adapter to send": 2.0 * parameters, "trainer: masters rounded and gathered": parts.exporting(found)}
     phases = (
         Phase("generate", state | engine, usable),
         Phase("train", training | resident, usable),
-        Phase("sync", state | gathering | syncing, usable),
+        Phase("sync", state | parts.sending(found) | syncing, usable),
     )
     sent = 2.0 * parameters
     ranks = layout.gpus_per_node
@@ -170,12 +169,14 @@ def trainer_parts(recipe: Recipe, verl: DictConfig, found: Validated, tokens: in
     head = parts.head_work(recipe, model, tokens)
     # What a layer keeps is freed while its gradients come, whole and once more to be scattered; shards of gradients add up behind it.
     layer = _larger("trainer: one layer, again and backward", again + backward, "trainer: gradient of a layer, whole", 2 * adapter)
+    early = parts.exporting(found, parameters) if parts.exported_early(found) else 0.0
+    stepping = _larger("trainer: square roots of moments", 4 * parameters / ranks, "trainer: masters rounded and gathered", early)
     first = state | gathered | kept | {"trainer: gradient": 4 * parameters / ranks / max(1, model.layers)}
     return {
         "forward": state | gathered | kept | _larger("trainer: one layer", forward, "trainer: logits", head[0]),
         "backward": first | _larger(*layer.popitem(), "trainer: logits", head[1]),
-        "optimizer": state | gradient | {"trainer: square roots of moments": 4 * parameters / ranks},
-        "export": state | {"trainer: adapter to send": 2.0 * parameters, "trainer: masters rounded and gathered": parts.exporting(found)},
+        "optimizer": state | gradient | stepping,
+        "export": state | parts.sending(found),
     }
 
 

@@ -15,6 +15,7 @@ from samebits.quant.checkpoint import Checkpoint
 from samebits.quant.ranks import ROW_ROLES
 from samebits.quant.roles import ATTENTION_ROLES, DENSE_ROLES, EXPERT_ROLES, SHARED_ROLES, Role
 from samebits.quant.sizes import plan_weights
+from samebits.trainer import early_export
 from samebits.trainer.export import BATCH_BYTES
 
 from .config import Recipe
@@ -55,11 +56,23 @@ def trainable(found: Validated) -> Trainable:
     return Trainable(experts, rest)
 
 
-def exporting(found: Validated) -> float:
-    """What a batch of masters takes while the adapter leaves the trainer, beside the buffer that is sent: its values, half of it in fp32
-    twice, of this rank's shard, and half of it once more between gathering and being put in order."""
+def exported_early(found: Validated) -> bool:
+    """Whether the adapter is exported behind the optimizer's step, and all of it is held until it is sent."""
+    return found.gpu is not None and early_export.fits(2 * trainable(found).total, found.gpu.memory_gb * 1e9)
+
+
+def exporting(found: Validated, values: float | None = None) -> float:
+    """What masters take while they leave the trainer: the values of a batch, or of `values` parameters; of a batch half in fp32 twice, of
+    this rank's shard, and half once more between gathering and being put in order."""
     batch, ranks = min(trainable(found).total, BATCH_BYTES / 2), found.layout.fsdp
-    return 2.0 * batch + 4.0 * batch / ranks + (batch if ranks > 1 else 0.0)
+    return 2.0 * (batch if values is None else values) + 4.0 * batch / ranks + (batch if ranks > 1 else 0.0)
+
+
+def sending(found: Validated) -> dict[str, float]:
+    """What the trainer has of an adapter while it is sent: the buffer, and beside it a batch of masters, or all that was exported early."""
+    total = trainable(found).total
+    beside = max(exporting(found), 2.0 * total if exported_early(found) else 0.0)
+    return {"trainer: adapter to send": 2.0 * total, "trainer: masters rounded and gathered": beside}
 
 
 def base(recipe: Recipe, found: Validated) -> float:

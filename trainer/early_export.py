@@ -26,12 +26,17 @@ SHARE = 16
 """Part of a device's memory that an adapter may take to be exported early, as a divisor."""
 
 
+def fits(size: float, memory: float) -> bool:
+    """Whether an adapter of `size` bytes is exported early on a GPU that has `memory` bytes."""
+    return size * SHARE <= memory
+
+
 def worthwhile(spec: AdapterSpec, device: torch.device) -> bool:
     """Whether an adapter of this spec is exported early on `device`."""
     if device.type != "cuda":
         return False
     size = sum(torch.Size(shape).numel() for shape in spec.shapes().values()) * getattr(torch, spec.dtype).itemsize
-    return size * SHARE <= torch.cuda.get_device_properties(device).total_memory
+    return fits(size, torch.cuda.get_device_properties(device).total_memory)
 
 
 @lru_cache(maxsize=1)

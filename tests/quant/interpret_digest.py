@@ -4,8 +4,7 @@ import numpy as np
 
 from samebits.quant import triton_digest
 from samebits.quant.digests import host_lanes
-from tests.quant.test_digests import stacked_cases
-from tests.support.digest_cases import cases
+from tests.support.digest_cases import cases, stacked_cases
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from samebits.recipes.config import load_recipe
 from samebits.recipes.plan_tables import adapter_shape, get_model, model_of_config
 from samebits.recipes.planning import plan_memory, plan_step
 from samebits.recipes.validate import examine
+from samebits.trainer import early_export
 
 GB = 1e9
 M31, H200, TINY = "m31_dapo_math_16xgb300.yaml", "m31_dapo_math_8xh200.yaml", "tiny_m3_grpo.yaml"
@@ -193,3 +194,19 @@ def test_what_sleeps_is_on_the_host_and_not_on_the_gpu():
     generate = asleep.phases[0].parts
     aside = asleep.host["engine weights and adapter slots put aside"]
     assert aside == 8 * (generate["engine: base"] + generate["engine: adapter slots"])
+
+
+@pytest.mark.parametrize("name", [M31, H200, QWEN])
+def test_an_adapter_that_is_exported_early_is_there_twice_while_it_is_sent(name, monkeypatch):
+    """All of it from the optimizer's step on, beside the buffer that the engine opens; one that is too large for that comes by batches."""
+    found = {}
+    for share in (early_export.SHARE, 0, 1e9):
+        monkeypatch.setattr(early_export, "SHARE", share)
+        recipe, verl = load_recipe(name, [], planned=True)
+        report = examine(recipe, verl, planned=True)
+        sync = next(phase for phase in memory.plan(recipe, verl, report).phases if phase.name == "sync")
+        optimizer = memory.trainer_parts(recipe, verl, report, 1024)["optimizer"]
+        found[share] = (sync.parts["trainer: masters rounded and gathered"], optimizer.get("trainer: masters rounded and gathered"))
+    size, batch = 2 * memory_parts.trainable(report).total, memory_parts.exporting(report)
+    assert found[0] == (size, size + batch - memory_parts.BATCH_BYTES) and found[1e9] == (batch, None) and batch < GB
+    assert found[16] == found[1e9 if name == H200 else 0], "13.2 GB are more than a sixteenth of an H200"

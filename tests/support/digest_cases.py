@@ -30,3 +30,22 @@ def cases() -> dict[str, torch.Tensor]:
         "permuted": x.reshape(4, 96, 128).permute(2, 0, 1),
     }
     return out
+
+
+def stacked_cases() -> dict[str, torch.Tensor]:
+    """Stacks as buffers of experts have them: side by side, apart by any distance, of odd sizes, longer than a chunk, and one alone."""
+    x = noise(400_000, 5)
+    return {
+        "side by side": x[:96_000].view(torch.bfloat16).view(6, 100, 80),
+        "apart": x[: 5 * 4096].view(5, 4096)[:, :400].view(torch.int16),
+        "odd bytes": x[:21].view(3, 7),
+        "odd bytes apart": x[1:81].view(4, 20)[:, 3:9],
+        "odd distance": x[: 3 * 33].view(3, 33)[:, :32],
+        "over chunks": x[: 3 * 90_000].view(3, 90_000),
+        "whole chunks": x[: 2 * 131_072].view(2, 131_072),
+        "reversed rows": x[:160].view(4, 5, 8).flip(0),
+        "inner stride": x[:320].view(4, 10, 8)[:, :, ::2],
+        "empty": x[:0].view(3, 0),
+        "scalars": x[:16].view(torch.int32),
+        "one": x[:24].view(1, 3, 8),
+    }

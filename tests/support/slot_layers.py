@@ -21,10 +21,18 @@ FUSED = (
 class SlotLayers:
     """Slots and layers as `rollout.model` makes them: q, k and v in one, `stacked` as the kernels take them."""
 
-    def __init__(self, spec: AdapterSpec, rank: int = 0, world: int = 1, dtype: torch.dtype = torch.bfloat16, stacked: bool = True) -> None:
+    def __init__(
+        self,
+        spec: AdapterSpec,
+        rank: int = 0,
+        world: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        stacked: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.settings = SimpleNamespace(profile=SimpleNamespace(hash="p"))
         self.group = Group(Ranks(world, spec.shape.experts), rank)
-        self.slots = AdapterSlots(spec, dtype, torch.device("cpu"), 8)
+        self.slots = AdapterSlots(spec, dtype, torch.device(device), 8)
         self.layers: list[ProjectionAdapter | ExpertsAdapter] = []
         for layer in range(spec.shape.layers):
             self._add(layer, spec, stacked)

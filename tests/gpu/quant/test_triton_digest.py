@@ -1,11 +1,13 @@
 """The digest kernel on a GPU: hex of the CPU, few launches, one wait, and positions beyond 2^31."""
 
+import warnings
+
 import pytest
 import torch
 
 from samebits.quant import digests
-from samebits.quant.digests import digest
-from tests.support.digest_cases import cases, noise
+from samebits.quant.digests import Digester, digest
+from tests.support.digest_cases import cases, noise, stacked_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -96,3 +98,41 @@ def test_many_tensors_are_one_launch_and_one_wait(monkeypatch):
         digests.digests(tensors)
     to_host = sum(e.count for e in profile.key_averages() if "Memcpy DtoH" in e.key)
     assert launches == 1 and to_host == 1
+
+
+def test_stacks_have_the_hex_of_the_cpu_one_by_one(path, monkeypatch):
+    for batch in (1, 1 << 30):
+        monkeypatch.setattr(digests, "_BATCH_BYTES", batch)
+        digester, want = Digester(), {}
+        for name, stack in stacked_cases().items():
+            names = tuple(f"{name} {i}" for i in range(len(stack)))
+            digester.add_stack(names, on_gpu(stack))
+            want |= {each: digest(t.clone()) for each, t in zip(names, stack, strict=True)}
+        assert digester.finish() == want
+
+
+def test_batches_are_queued_without_waiting_and_their_memory_may_be_used_again(monkeypatch):
+    """The host waits once, for the lanes; memory of a batch may be freed and written over by what is queued behind it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(digests, "_BATCH_BYTES", 1 << 20)
+    whole = noise(12 << 20)
+    want = {str(i): digest(part) for i, part in enumerate(whole.chunk(12))}
+    digests.digests({"warm": whole.cuda()})
+    parts = [part.cuda() for part in whole.chunk(12)]
+    torch.cuda.synchronize()
+    digester = Digester()
+    try:
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda._sleep(int(1e8))
+            for i in range(12):
+                digester.add(str(i), parts[i])
+                parts[i] = None
+                torch.full((1 << 20,), 77, dtype=torch.uint8, device="cuda")
+            before = sum("synchroniz" in str(s.message) for s in seen)
+            found = digester.finish()
+            after = sum("synchroniz" in str(s.message) for s in seen)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found == want and (before, after) == (0, 1)
