@@ -31,6 +31,7 @@ from samebits.quant import kv
 
 from . import random_command
 from .msa_cases import FORMATS
+from .random_command import Finding, again, summary
 
 SCALE = msa_ops.default_scale()
 SPARE = 3  # pages that are nobody's
@@ -89,25 +90,6 @@ class Ops(NamedTuple):
     dense: Callable  # (q, cache, batch)
     train_sparse: Callable
     train_dense: Callable
-
-
-class Finding(NamedTuple):
-    """What was compared, and what differed first."""
-
-    cases: int
-    bytes: int
-    comparisons: int  # over all cases: a tensor of a case, in a batch
-    least: int  # comparisons of the case that had the fewest
-    wrong: tuple[str, ...]  # one line for each set with a difference
-
-
-def summary(what: str, findings: Sequence[Finding], wrong: Sequence[str], tell: Callable[[str], None]) -> Finding:
-    """One finding of several sets; what was compared is told in a line."""
-    cases, size, compared = (sum(getattr(f, name) for f in findings) for name in ("cases", "bytes", "comparisons"))
-    least = min((f.least for f in findings), default=0)
-    compared_of = f"at least {least} comparisons of each, {size} bytes compared"
-    tell(f"{what}: {cases} cases in {len(findings)} sets, {compared_of}, {len(wrong)} sets differ")
-    return Finding(cases, size, compared, least, tuple(wrong))
 
 
 def comparisons(limits: Limits) -> int:
@@ -349,18 +331,26 @@ def run(
     tell: Callable[[str], None] = print,
 ) -> Finding:
     """All sets, or the one numbered `only`; tells what differs as soon as it is found, and at the end how much was compared."""
-    sets = [one for one in draw(seed, count, limits) if only is None or one.number == only]
     findings = []
-    for one in sets:
-        findings.append(check_set(one, limits, ops, device, differing))
-        for line in findings[-1].wrong:
-            tell(f"{line}\n  again alone: python -m tests.support.random_attention --seed {seed} --cases {count} --set {one.number}")
-    return summary(f"attention, seed {seed}", findings, [line for f in findings for line in f.wrong], tell)
+    for one in draw(seed, count, limits):
+        if only is None or one.number == only:
+            found = check_set(one, limits, ops, device, differing)
+            findings.append(found._replace(wrong=tuple(line + again("random_attention", seed, count, one.number) for line in found.wrong)))
+            for line in findings[-1].wrong:
+                tell(line)
+    return summary(f"attention, seed {seed}", findings, tell)
+
+
+def on_gpu(seed: int, count: int, number: int) -> Finding:
+    """The set `number` of `count` cases, on the kernels; other processes get back what memory it took."""
+    found = run(seed, count, Limits(), fast_ops(), "cuda", number, tell=lambda line: None)
+    torch.cuda.empty_cache()
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return random_command.main("attention", lambda seed, cases, one: not run(seed, cases, Limits(), fast_ops(), "cuda", one).wrong, argv)
+    return random_command.main("attention", lambda count: -(-count // Limits().each), on_gpu, argv)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from samebits.kernels.moe import ExpertLoRA, moe, route_topk, route_weights
 from samebits.quant import nvfp4
 
 from . import random_command
-from .random_attention import Finding, same_bytes, summary
+from .random_attention import same_bytes
+from .random_command import Finding, again, summary
 
 ACT = SwiGLU()
 SCALE = 2.5  # of a token's weights
@@ -166,25 +167,33 @@ def run(
     tell: Callable[[str], None] = print,
 ) -> Finding:
     """All sets, or the one numbered `only`; tells what differs as soon as it is found, and at the end how much was compared."""
-    findings, wrong = [], []
+    findings = []
     for number, first in enumerate(range(0, count, limits.each)):
         if only is not None and number != only:
             continue
         finding, slots, found = check_set(number, seed, min(limits.each, count - first), limits, ops, device, differing)
-        findings.append(finding)
         table = torch.stack(list(found.values())).cpu()
         if table.any():
             at = int(table.any(0).nonzero()[0])
             layer = limits.layers[number % len(limits.layers)]
             what = "; ".join(f"{name}: {int(n)}" for name, n in zip(found, table[:, at], strict=True) if n)
-            wrong.append(f"case {first + at} (set {number}, token {at}, adapter {int(slots[at])}, {layer}) differs in bytes of {what}")
-            tell(f"{wrong[-1]}\n  again alone: python -m tests.support.random_experts --seed {seed} --cases {count} --set {number}")
-    return summary(f"experts, seed {seed}", findings, wrong, tell)
+            line = f"case {first + at} (set {number}, token {at}, adapter {int(slots[at])}, {layer}) differs in bytes of {what}"
+            finding = finding._replace(wrong=(line + again("random_experts", seed, count, number),))
+            tell(finding.wrong[0])
+        findings.append(finding)
+    return summary(f"experts, seed {seed}", findings, tell)
+
+
+def on_gpu(seed: int, count: int, number: int) -> Finding:
+    """The set `number` of `count` cases, on the kernels; other processes get back what memory it took."""
+    found = run(seed, count, Limits(), fast_ops(), "cuda", number, tell=lambda line: None)
+    torch.cuda.empty_cache()
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return random_command.main("expert", lambda seed, cases, one: not run(seed, cases, Limits(), fast_ops(), "cuda", one).wrong, argv)
+    return random_command.main("experts", lambda count: -(-count // Limits().each), on_gpu, argv)
 
 
 if __name__ == "__main__":

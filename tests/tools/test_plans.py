@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 import typer
 from _pytest.config import get_config
+from xdist.plugin import pytest_addoption as add_xdist_options
 
 from samebits.recipes import baseline, bench_scale, bench_step
 from samebits.recipes.bench_cli import KERNELS
@@ -96,6 +98,13 @@ def require_sound(words: list[str]) -> None:
             raise AssertionError(f"nobody looks at what {other} is given")
 
 
+def of_pytest(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What pytest and its plugin for several processes make of `words`, and what neither knows."""
+    parser = get_config()._parser
+    add_xdist_options(parser)
+    return parser.parse_known_and_unknown_args(words)
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -109,11 +118,11 @@ def test_every_command_is_taken_by_its_own_parser(line, no_gpu, capsys):
             case ["samebits", *rest]:
                 require_sound(rest)
             case ["python", "-m", "pytest", *rest]:
-                known, unknown = get_config()._parser.parse_known_and_unknown_args(rest)
+                known, unknown = of_pytest(rest)
                 assert not unknown and known.file_or_dir
                 assert all(Path(path).exists() for path in [*known.file_or_dir, *(known.ignore or ())])
             case ["python", "-m", module, *rest] if module in COMPARISONS:
-                assert random_command.main("these", None, rest) == 2 and "CUDA" in capsys.readouterr().err
+                assert random_command.main("these", None, None, rest) == 2 and "CUDA" in capsys.readouterr().err
             case ["python", "-m", "tests.support.cuda_prefill_gpu", *rest]:
                 assert cuda_prefill_gpu.main(rest) == 2 and "needs a Hopper GPU" in capsys.readouterr().err
             case ["python", "-m", "tests.support.kv_formats", *rest]:
@@ -148,11 +157,12 @@ def test_nothing_is_collected_that_no_plan_makes():
 
 
 def test_one_gpu_runs_every_gpu_test_once():
-    taken: list[Path] = []
+    taken = [Path("tests/gpu/kernels/test_random_cases.py")]  # the comparisons are lines of their own, and that test runs them once more
+    assert {words[2] for line in PLANS["one_gpu"] for words in commands(line) if words[2:]} >= set(COMPARISONS)
     for line in PLANS["one_gpu"]:
         for words in commands(line):
             if words[:3] == ["python", "-m", "pytest"]:
-                known, _ = get_config()._parser.parse_known_and_unknown_args(words[3:])
+                known, _ = of_pytest(words[3:])
                 files = {file for path in map(Path, known.file_or_dir) for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
                 taken += files - set(map(Path, known.ignore or ()))
     assert sorted(taken) == sorted(Path("tests/gpu").rglob("test_*.py"))

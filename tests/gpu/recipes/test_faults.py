@@ -24,8 +24,10 @@ STEPS = 5
 JOB = [
     "train", "recipes/tiny_m3_grpo.yaml", "device=cuda", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=4", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
+    "trainer.val_before_train=false", "threads=4", "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=1000000000",
 ]  # fmt: skip
+"""Small enough for several at once, so that faults may be tried side by side (`pytest -n 3`)."""
 
 
 class Run:
