@@ -125,7 +125,9 @@ class Connector(AuxOutputWorkerConnector):
     def begin_step(self, metadata: Any) -> None:
         """As upstream, which makes a new state for every request of every step and drops it where there is one."""
         news = metadata
-        if metadata is not None and self._buffer is not None and metadata.generation == self._generation and not metadata.finished_requests:
+        plain = metadata is not None and self._buffer is not None and metadata.generation == self._generation
+        # A request that runs and finished is left to upstream, which refuses it.
+        if plain and metadata.requests.keys().isdisjoint(metadata.finished_requests):
             known = self._requests.get
             with self._lock:
                 requests = {

@@ -9,11 +9,14 @@ and finish reason. An aborted one gets none of its tokens. All others are served
 completes a block, is booked here, whole steps at a time in arrays; everything else (first tokens, chunks of prompts, preemption, ends,
 blocks for the prefix cache) goes through vLLM's own function, whose outputs are kept behind it. Nothing here looks at the model runner:
 it is the same behind V1, V2, and workers in other processes.
+
+vLLM's own function is right for every token and slow for hundreds: where requests that ask for better go there, the log says so, once.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -30,19 +33,26 @@ WHOLE = {"samebits_whole": True}
 PAGE = 128
 """Tokens of a request that are gathered before they are set aside, at most."""
 _RUNNING, _ABORTED = RequestStatus.RUNNING, RequestStatus.FINISHED_ABORTED
+_MANY = 512
+"""Tokens that could not be booked at once, from which on that is said, where they are more than half: one a block never can."""
+log = logging.getLogger(__name__)
 
 
 class OutOfStep(RuntimeError):
     """The worker's rows of routes are not those of the tokens that the scheduler booked."""
 
 
+def asked_whole(request: Request) -> bool:
+    """Whether a request asks for it."""
+    params = request.sampling_params
+    return params is not None and bool(params.extra_args) and params.extra_args.get("samebits_whole") is True
+
+
 def wanted_whole(request: Request) -> bool:
     """Whether a request asks for it and can have it: nothing of it is read or judged outside of the core before it ends."""
     params = request.sampling_params
     return (
-        params is not None
-        and bool(params.extra_args)
-        and params.extra_args.get("samebits_whole") is True
+        asked_whole(request)
         and params.output_kind == RequestOutputKind.FINAL_ONLY
         and not params.detokenize
         and not params.stop
@@ -115,20 +125,18 @@ class Keeper:
         self.pages = Pages()
         self.ahead = hasattr(scheduler, "_spec_token_placeholders")
         """Whether tokens are scheduled before those in front of them are known (vLLM's AsyncScheduler)."""
-        self.usable = not (
-            scheduler.connector is not None
-            or scheduler.ec_connector is not None
-            or scheduler.log_stats
-            or scheduler.return_sampling_mask
-            or scheduler.defer_block_free
-            or scheduler.num_spec_tokens
-            or scheduler.num_sampled_tokens_per_step != 1
-            or scheduler.spec_decode_metrics_level != "none"
-        )
+        self.obstacles = _obstacles(scheduler)
+        """What of the engine's configuration leaves no request whole."""
+        self.booked = self.passed = 0
+        """Decoded tokens of whole requests that were booked at once, and those that could not be for another reason than their own."""
+        self._told: set[str] = set()
 
     def update(self, original: Callable, scheduled: Any, output: Any) -> dict[int, EngineCoreOutputs]:
         """As `original`, vLLM's `update_from_output`; outputs of whole requests come only with their end."""
-        if not self.usable:
+        if self.obstacles:
+            asked = (self.scheduler.requests.get(new.req_id) for new in scheduled.scheduled_new_reqs)
+            if "engine" not in self._told and any(request is not None and asked_whole(request) for request in asked):
+                self._tell("engine", f"no output is kept to its request's end by an engine with {', '.join(self.obstacles)}")
             return original(self.scheduler, scheduled, output)
         rest = self._book(scheduled, output)
         if rest is not scheduled.num_scheduled_tokens:
@@ -145,54 +153,56 @@ class Keeper:
     def _book(self, scheduled: Any, output: Any) -> dict[str, int]:
         """Book the tokens of running whole requests to which nothing else happens; the scheduled tokens of all others."""
         counts = scheduled.num_scheduled_tokens
+        if not self.held or not output.sampled_token_ids:
+            return counts
         routes, logprobs = output.aux_output_connector_output, output.logprobs
         with_routes = self.scheduler.aux_output_connector is not None
-        if (
-            not self.held
-            or not output.sampled_token_ids
-            or scheduled.scheduled_spec_decode_tokens
-            or output.pooler_output
-            or output.num_nans_in_logits
-            or any(value is not None for value in output.prompt_logprobs_dict.values())
-            or output.prompt_token_id_logprobs_dict
-            or (logprobs is not None and logprobs.cu_num_generated_tokens is not None)
-            or (with_routes and not (isinstance(routes, StepRoutes) and routes.request_ids == output.req_ids))
-        ):
+        if obstacle := _obstacle(scheduled, output, with_routes):
+            self._count(0, sum(counts.get(name) == 1 for name in self.held), obstacle)
             return counts
         sampled, index, ahead = output.sampled_token_ids, output.req_id_to_index, self.ahead
         single = routes.single if with_routes else None
         rest: dict[str, int] = {}
         rows, pages, places = [], [], []
+        passed = 0
         known = self.held.get
         for name, count in counts.items():
             held = known(name)
             if held is not None and held.left > 0 and count == 1:
                 request, row = held.request, index[name]
                 ids = sampled[row]
-                if (
-                    len(ids) == 1
-                    and ids[0] not in held.ends
-                    and request.status is _RUNNING
-                    and not request.num_stale_output_tokens
-                    and (single is None or single[row])
-                    and (logprobs is not None or not held.scored)
-                ):
-                    token = ids[0]
-                    request.num_in_flight_tokens -= 1
-                    if ahead:
-                        request.num_output_placeholders -= 1
-                    request._output_token_ids.append(token)
-                    request._all_token_ids.append(token)
-                    rows.append(row)
-                    pages.append(held.page)
-                    places.append(held.taken)
-                    held.taken += 1
-                    held.left -= 1
-                    continue
+                if len(ids) == 1 and ids[0] not in held.ends and request.status is _RUNNING and not request.num_stale_output_tokens:
+                    if (single is None or single[row]) and (logprobs is not None or not held.scored):
+                        token = ids[0]
+                        request.num_in_flight_tokens -= 1
+                        if ahead:
+                            request.num_output_placeholders -= 1
+                        request._output_token_ids.append(token)
+                        request._all_token_ids.append(token)
+                        rows.append(row)
+                        pages.append(held.page)
+                        places.append(held.taken)
+                        held.taken += 1
+                        held.left -= 1
+                        continue
+                    passed += 1
             rest[name] = count
+        self._count(len(rows), passed, "the worker gave their rows of routes, or their logprobs, not with those of the step")
         if rows:
             self._write(np.array(rows), np.array(pages), np.array(places), logprobs, routes if with_routes else None)
         return rest
+
+    def _count(self, booked: int, passed: int, why: str) -> None:
+        self.booked += booked
+        self.passed += passed
+        if passed and self.passed > max(_MANY, self.booked):
+            self._tell("tokens", f"{self.passed} of {self.booked + self.passed} decoded tokens took vLLM's way for one token: {why}")
+
+    def _tell(self, subject: str, text: str) -> None:
+        """One line of the log for each subject."""
+        if subject not in self._told:
+            self._told.add(subject)
+            log.warning("samebits: outputs are right but slow: %s", text)
 
     def _write(self, rows: np.ndarray, pages: np.ndarray, places: np.ndarray, logprobs: LogprobsLists | None, routes: Any) -> None:
         if logprobs is not None:
@@ -222,6 +232,9 @@ class Keeper:
         if held is None:
             request = self.scheduler.requests.get(out.request_id)
             if request is None or not wanted_whole(request):
+                if request is not None and asked_whole(request):
+                    reads = "something that reads or judges it before its end"
+                    self._tell("request", f"{out.request_id} asks for its output whole, and for {reads}")
                 return True
             held = self.held[out.request_id] = Held(request, out, self.pages.take())
         self._set_aside(held)
@@ -273,3 +286,36 @@ class Keeper:
             out.new_logprobs = LogprobsLists(ids[:, None], logprobs[:, None], ranks)
         if held.routes:
             out.routed_experts = np.concatenate(held.routes)
+
+
+def _obstacles(scheduler: Any) -> list[str]:
+    """Settings of an engine with which outputs are not kept, by the names of what they are for."""
+    found = {
+        "a KV connector": scheduler.connector is not None,
+        "an encoder connector": scheduler.ec_connector is not None,
+        "statistics (disable_log_stats=false)": scheduler.log_stats,
+        "sampling masks": scheduler.return_sampling_mask,
+        "blocks that are freed later": scheduler.defer_block_free,
+        "speculative tokens": scheduler.num_spec_tokens,
+        f"{scheduler.num_sampled_tokens_per_step} sampled tokens a step": scheduler.num_sampled_tokens_per_step != 1,
+        "metrics of speculative decoding": scheduler.spec_decode_metrics_level != "none",
+    }
+    return [name for name, there in found.items() if there]
+
+
+def _obstacle(scheduled: Any, output: Any, with_routes: bool) -> str | None:
+    """What of a step's results keeps all of its tokens from being booked at once; None where nothing does."""
+    routes, logprobs = output.aux_output_connector_output, output.logprobs
+    if scheduled.scheduled_spec_decode_tokens:
+        return "tokens were speculated on"
+    if output.pooler_output or output.num_nans_in_logits:
+        return "the worker gave pooled outputs, or counts of NaN"
+    if any(value is not None for value in output.prompt_logprobs_dict.values()) or output.prompt_token_id_logprobs_dict:
+        return "a request beside them asked for logprobs of its prompt"
+    if logprobs is not None and logprobs.cu_num_generated_tokens is not None:
+        return "the worker gave logprobs of several tokens a request"
+    if with_routes and not isinstance(routes, StepRoutes):
+        return f"the worker gave routes as {type(routes).__name__}, by a connector that is not ours"
+    if with_routes and routes.request_ids != output.req_ids:
+        return "the worker gave routes of other requests, or in another order, than tokens"
+    return None

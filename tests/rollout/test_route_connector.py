@@ -174,3 +174,23 @@ def test_a_cursor_that_moved_ahead_is_refused():
     with pytest.raises(AssertionError, match="emit cursor moved ahead"):
         one.begin_step(AuxOutputConnectorMetadata(0, {"a": 1}, {}, ()))
     one.close()
+
+
+@pytest.mark.parametrize("finished", [(), ("gone",)])
+def test_a_step_makes_states_of_new_requests_only(monkeypatch, finished):
+    """Also where others finished, as in most steps of a batch that runs out."""
+    one = build(Connector)
+    one.begin_step(AuxOutputConnectorMetadata(0, {"a": 0, "b": 0, "gone": 0}, {}, ()))
+    made, kind = [], worker._WorkerRequestState
+    monkeypatch.setattr(worker, "_WorkerRequestState", lambda **given: made.append(1) or kind(**given))
+    one.begin_step(AuxOutputConnectorMetadata(0, {"a": 0, "b": 0, "new": 0}, {}, finished))
+    assert len(made) == 1 and sorted(one._requests) == sorted({"a", "b", "new", "gone"} - set(finished))
+    one.close()
+
+
+def test_a_request_that_runs_and_finished_is_refused():
+    one = build(Connector)
+    one.begin_step(AuxOutputConnectorMetadata(0, {"a": 0}, {}, ()))
+    with pytest.raises(AssertionError, match="cannot run and finish"):
+        one.begin_step(AuxOutputConnectorMetadata(0, {"a": 0}, {}, ("a",)))
+    one.close()

@@ -59,7 +59,7 @@ class Fake:
             additional_config={"samebits": {"profile": "w4a16-fp32", "rank": 8}},
             **sizes,
         )
-        config = configure(arguments.create_engine_config(), ahead)
+        config = configure(arguments.create_engine_config(), ahead, options.get("executor"))
         self.engine = LLMEngine.from_vllm_config(config, disable_log_stats=options.get("disable_log_stats", True))
         core = self.engine.engine_core.engine_core
         self.scheduler, self.executor = core.scheduler, core.model_executor
@@ -461,7 +461,7 @@ def test_with_statistics_every_token_is_told(fakes, checkpoint):
     fake = Fake(checkpoint, True, disable_log_stats=False)
     (got,) = fake.run([wish := Wish(1, 20, 12)])
     require(got, wish)
-    assert fake.counts == [12] and not fake.keeper().usable
+    assert fake.counts == [12] and fake.keeper().obstacles
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def next_token(token: np.ndarray, position: np.ndarray) -> np.ndarray:
     return (token * 31 + position * 17 + 7) % 509 % VOCABULARY
 
 
-def configure(config: Any, ahead: bool = True) -> Any:
-    """Make a `VllmConfig` of the CPU use this executor, and with `ahead` the scheduler and the wiring that CUDA uses."""
-    config.parallel_config.distributed_executor_backend = FakeExecutor
+def configure(config: Any, ahead: bool = True, executor: type[Executor] | None = None) -> Any:
+    """Make a `VllmConfig` of the CPU use this executor, or one made of it, and with `ahead` the scheduler and the wiring that CUDA uses."""
+    config.parallel_config.distributed_executor_backend = executor or FakeExecutor
     config.scheduler_config.async_scheduling = ahead
     config.additional_config = dict(config.additional_config or {}, fake_ahead=ahead)
     return config
@@ -122,6 +122,10 @@ class FakeExecutor(Executor):
         future.set_result(None if self.batch else EMPTY_MODEL_RUNNER_OUTPUT)
         return future if non_block else future.result()
 
+    def order(self, counts: dict[str, int]) -> list[str]:
+        """Requests of a step in the order of its batch, given how many tokens of each were scheduled."""
+        return list(counts)
+
     def _step(self, scheduled: Any) -> None:
         for request in scheduled.finished_req_ids:
             self.tokens.pop(request, None)
@@ -138,8 +142,8 @@ class FakeExecutor(Executor):
         for request, ids in cached.all_token_ids.items():
             self.tokens[request] = list(ids)
         counts = scheduled.num_scheduled_tokens
-        self.batch = list(counts)
-        lengths = np.fromiter(counts.values(), np.int64, len(counts))
+        self.batch = self.order(counts)
+        lengths = np.fromiter((counts[r] for r in self.batch), np.int64, len(counts))
         starts = np.fromiter((computed[r] for r in self.batch), np.int64, len(counts))
         known = np.fromiter((len(self.tokens[r]) for r in self.batch), np.int64, len(counts))
         inputs = [self.tokens[r][s : s + n] for r, s, n in zip(self.batch, starts.tolist(), lengths.tolist(), strict=True)]
