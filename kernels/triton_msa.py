@@ -35,7 +35,7 @@ EARLY = True
 BLOCKS_TOGETHER = 4
 SPLIT = 4
 MERGE_HEADS = 4  # of a program
-# K and V are loaded a block ahead, by format. Rows of bf16 fill the registers as it is.
+# V is loaded before there are scores, by format. Rows of bf16 fill the registers as it is.
 AHEAD = {0: False, 1: False, 2: True}
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_msa_blocks import PLACES, WARPS, decode_keys, decode_values, load_keys, load_values, natural_output
-from .triton_msa_tiles import OPERAND, PAGE, key_of_label, label_query, value_weights
+from .triton_msa_tiles import NVFP4, OPERAND, PAGE, key_of_label, label_query, value_weights
 from .triton_target import has_ptx
 
 ROWS = tl.constexpr(16)  # rows of an MMA; the query heads of a group, at most
@@ -71,22 +71,6 @@ def _offset(table_ptr, block, page_stride, token_stride, PAGED: tl.constexpr):
 
 
 @triton.jit
-def _block(scores, a, b, c, d, words, limit, factor, FORMAT: tl.constexpr, ROUNDED: tl.constexpr):
-    """Result of a block, of its scores [ROWS, 128] and raw values; keys from `limit` on are not seen."""
-    if limit < PAGE:
-        scores = tl.where((key_of_label(PAGE) < limit)[None, :], scores, float("-inf"))
-    block_top = tl.max(scores, axis=1) * factor
-    origin = -_finite(block_top)
-    weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
-    # Of each lane: they need not meet before the end. Pairs, then a tree over the steps, said so: `tl.sum` of what a lane has is a
-    # tree in some versions of Triton and one after the other in others.
-    even, odd = tl.split(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]))
-    block_sums = tl.reshape(_added(tl.reshape(tl.permute(even + odd, [0, 2, 1]), [ROWS * SUMS, PLACES]), PLACES), [ROWS, SUMS])
-    block_values = tl.dot(value_weights(weights, FORMAT), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
-    return block_top, block_sums, block_values
-
-
-@triton.jit
 def attend_kernel(
     query_ptr,  # [T, G * HEADS, 128]
     keys_ptr,
@@ -113,7 +97,7 @@ def attend_kernel(
     FORMAT: tl.constexpr,
     PAGED: tl.constexpr,
     ROUNDED: tl.constexpr,  # NVFP4 is read as E4M3
-    AHEAD: tl.constexpr,  # K and V of the next block are loaded while the present one is at work, and not when its turn comes
+    AHEAD: tl.constexpr,  # V is loaded before there are scores
 ):
     """One query token and KV group, or some blocks of it, a program."""
     if has_ptx():
@@ -142,46 +126,46 @@ def attend_kernel(
     at = (row * HEADS + head)[:, None] * 128 + tl.arange(0, 128)[None, :]
     query = tl.load(query_ptr + at, mask=(head < HEADS)[:, None], other=0.0).to(OPERAND)
     query = label_query(query, ROWS)
+    places = tl.sum((tl.load(chosen_ptr + tl.arange(0, TOPK)) >= 0).to(tl.int32), axis=0)
+    end = tl.minimum(first + UNIT, places)
+
+    NEXT: tl.constexpr = UNIT > 1 and FORMAT == NVFP4  # bf16 rows would not fit into registers
+    x, raw = load_keys(keys_ptr + offset, tl.where(first < end, position + 1 - block * PAGE, 0), token_stride, FORMAT)
     all_top = tl.full([ROWS], float("-inf"), tl.float32)
     all_sums = tl.zeros([ROWS, SUMS], tl.float32)
     all_values = tl.zeros([ROWS, 128], tl.float32)
-    if AHEAD and UNIT == 1:
-        end = tl.where(block >= 0, first + 1, first)
-    else:
-        end = tl.minimum(first + UNIT, tl.sum((tl.load(chosen_ptr + tl.arange(0, TOPK)) >= 0).to(tl.int32), axis=0))
-    # It is 1, but the compiler does not know: of a loop that can go once only it makes straight code, and puts loads off until there is
-    # nothing else left to do.
-    once = tl.num_programs(1) if AHEAD else 1
-
-    if AHEAD or UNIT == 1:
-        x, raw = load_keys(keys_ptr + offset, tl.where(first < end, position + 1 - block * PAGE, 0), token_stride, FORMAT)
-    if AHEAD:
-        a, b, c, d, words = load_values(values_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
     for group_first in range(first, first + UNIT, GROUP):
         top = tl.full([ROWS], float("-inf"), tl.float32)
         sums = tl.zeros([ROWS, SUMS], tl.float32)
         values = tl.zeros([ROWS, 128], tl.float32)
-        for place in range(group_first, tl.minimum(group_first + GROUP, end) * once):
-            if UNIT > 1 and not AHEAD:
+        for place in range(group_first, tl.minimum(group_first + GROUP, end)):
+            if UNIT > 1 and not NEXT:
                 block = tl.load(chosen_ptr + place)
                 offset = _offset(table_ptr, block, page_stride, token_stride, PAGED)
                 x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
             limit = position + 1 - block * PAGE
             if AHEAD:
-                following, next_offset = block, offset
-                if UNIT > 1:
-                    # Asked for long before it is used: what is waited for holds up all that the warp has to do.
-                    following = tl.load(chosen_ptr + tl.minimum(place + 1, TOPK - 1))
-                    next_offset = _offset(table_ptr, following, page_stride, token_stride, PAGED)
+                a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
+            if NEXT:
+                # Asked for long before it is used: what is waited for holds up all that the warp has to do.
+                following = tl.load(chosen_ptr + tl.minimum(place + 1, TOPK - 1))
+                next_offset = _offset(table_ptr, following, page_stride, token_stride, PAGED)
             scores = tl.dot(query, decode_keys(x, raw, FORMAT, ROUNDED))
             if not AHEAD:
                 a, b, c, d, words = load_values(values_ptr + offset, limit, token_stride, FORMAT)
-            if AHEAD and place + 1 < end:
+            if NEXT and place + 1 < end:
                 block, offset = following, next_offset
                 x, raw = load_keys(keys_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
-            block_top, block_sums, block_values = _block(scores, a, b, c, d, words, limit, factor, FORMAT, ROUNDED)
-            if AHEAD and place + 1 < end:
-                a, b, c, d, words = load_values(values_ptr + offset, position + 1 - block * PAGE, token_stride, FORMAT)
+            if limit < PAGE:
+                scores = tl.where((key_of_label(PAGE) < limit)[None, :], scores, float("-inf"))
+            block_top = tl.max(scores, axis=1) * factor
+            origin = -_finite(block_top)
+            weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.broadcast_to(origin[:, None], scores.shape)))
+            # Of each lane: they need not meet before the end. Pairs, then a tree over the steps, said so: `tl.sum` of what a lane has is a
+            # tree in some versions of Triton and one after the other in others.
+            even, odd = tl.split(tl.reshape(weights, [ROWS, PLACES, SUMS, 2]))
+            block_sums = tl.reshape(_added(tl.reshape(tl.permute(even + odd, [0, 2, 1]), [ROWS * SUMS, PLACES]), PLACES), [ROWS, SUMS])
+            block_values = tl.dot(value_weights(weights, FORMAT), decode_values(a, b, c, d, words, FORMAT, ROUNDED))
             top, sums, values = _join(top, sums, values, block_top, block_sums, block_values)
         if UNIT < TOPK:
             all_top, all_sums, all_values = top, sums, values
@@ -224,9 +208,9 @@ def merge_kernel(
     # All is asked for before any of it is used: one wait for memory instead of one for each part.
     tops, sums_of, values_of = (), (), ()
     for place in tl.static_range(GROUPS * PARTS):
-        tops += (tl.load(state_ptr + place * STATE + head),)
-        sums_of += (tl.load(state_ptr + place * STATE + ROWS + head[:, None] * SUMS + tl.arange(0, SUMS)[None, :]),)
-        values_of += (tl.load(part_ptr + place * ROWS * 128),)
+        tops = tops + (tl.load(state_ptr + place * STATE + head),)
+        sums_of = sums_of + (tl.load(state_ptr + place * STATE + ROWS + head[:, None] * SUMS + tl.arange(0, SUMS)[None, :]),)
+        values_of = values_of + (tl.load(part_ptr + place * ROWS * 128),)
     all_top = tl.full([SHARE], float("-inf"), tl.float32)
     all_sums = tl.zeros([SHARE, SUMS], tl.float32)
     all_values = tl.zeros([SHARE, 128], tl.float32)
