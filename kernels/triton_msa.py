@@ -22,9 +22,13 @@ from .triton_target import nvidia_options
 FORMATS = {torch.bfloat16: 0, torch.uint8: 2, torch.float8_e4m3fn: 1, torch.float32: 0}
 SLOT = 9216
 # Programs of the score kernel for each multiprocessor, of one warp each: twice what is resident, so that none idles at the end. With 128
-# registers 16 of them are resident, and spill a few words: that wins where a program has few blocks, and waits more than it works, but from
-# SCORE_LONG blocks on it gets the registers that it wants. Swept on an H200 at 32 requests of 131072 tokens, which is 8 blocks a program.
-SCORE_PROGRAMS, SCORE_REGISTERS, SCORE_LONG = 32, 128, 8
+# registers 16 of them are resident, and spill a few words: that wins where a program has less than SCORE_LONG blocks, and waits more than
+# it works.
+SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
+# In decode over NVFP4 pages, where as many programs as are resident without that limit have SCORE_LONG blocks each or more, there are
+# exactly so many: those that start late would find the multiprocessors half empty. Swept on an H200 at 32 requests of 131072 tokens, where
+# a program has 21 blocks then: 82.6 us instead of 88.5.
+SCORE_LONG, SCORE_RESIDENT, SCORE_FREE = 8, 12, 168
 SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
 SCORE_MEMORY = 1 << 26  # scores held at a time, in elements, where there are many queries
@@ -34,7 +38,7 @@ EARLY = True
 # SPLIT programs for each multiprocessor, else such a group of blocks where queries times groups are no more than that, else all blocks.
 BLOCKS_TOGETHER = 4
 SPLIT = 4
-MERGE_HEADS = 4  # of a program
+MERGE_HEADS = 16  # of a program
 # V is loaded before there are scores, by format. Rows of bf16 fill the registers as it is.
 AHEAD = {0: False, 1: False, 2: True}
 
@@ -77,12 +81,18 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
     form = FORMATS[data.dtype]
     together = min(SCORE_TOKENS, triton.next_power_of_2(batch.most))
     tiles = triton.cdiv(batch.most, together)
+    columns, registers = max(8, together * groups), None
     if programs is None:
         programs = SCORE_PROGRAMS * _multiprocessors(index_q.device)
+        resident = SCORE_RESIDENT * _multiprocessors(index_q.device)
+        if form == 2 and columns == 8 and requests * tiles * blocks >= SCORE_LONG * resident:
+            programs, registers = resident, SCORE_FREE
     splits = max(1, min(blocks, programs // (requests * tiles)))
     # Even shares: with 1024 blocks over 700 programs half would do two blocks and half one.
     share = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, share)
+    if form == 2 and share < SCORE_LONG:
+        registers = SCORE_REGISTERS
     paged = isinstance(keys, Pages)
     with torch.cuda.device(index_q.device) if index_q.is_cuda else _Nothing():
         score_kernel[(splits, requests, tiles)](
@@ -99,7 +109,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             1,
             G=groups,
             TOKENS=together,
-            N=max(8, together * groups),
+            N=columns,
             KEYS=SCORE_KEYS[form],
             FORMAT=form,
             PAGED=paged,
@@ -107,7 +117,7 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             num_warps=1,
             num_stages=1,
             enable_fp_fusion=False,
-            **nvidia_options(maxnreg=SCORE_REGISTERS if form == 2 and share < SCORE_LONG else None, launch_pdl=EARLY and index_q.is_cuda),
+            **nvidia_options(maxnreg=registers, launch_pdl=EARLY and index_q.is_cuda),
         )
     return scores
 

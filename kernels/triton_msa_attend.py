@@ -208,9 +208,9 @@ def merge_kernel(
     # All is asked for before any of it is used: one wait for memory instead of one for each part.
     tops, sums_of, values_of = (), (), ()
     for place in tl.static_range(GROUPS * PARTS):
-        tops = tops + (tl.load(state_ptr + place * STATE + head),)
-        sums_of = sums_of + (tl.load(state_ptr + place * STATE + ROWS + head[:, None] * SUMS + tl.arange(0, SUMS)[None, :]),)
-        values_of = values_of + (tl.load(part_ptr + place * ROWS * 128),)
+        tops += (tl.load(state_ptr + place * STATE + head),)
+        sums_of += (tl.load(state_ptr + place * STATE + ROWS + head[:, None] * SUMS + tl.arange(0, SUMS)[None, :]),)
+        values_of += (tl.load(part_ptr + place * ROWS * 128),)
     all_top = tl.full([SHARE], float("-inf"), tl.float32)
     all_sums = tl.zeros([SHARE, SUMS], tl.float32)
     all_values = tl.zeros([SHARE, 128], tl.float32)
