@@ -92,9 +92,19 @@ def _found(check: Check, seed: int, cases: int, numbers: Sequence[int], jobs: in
         return
     # A process that has a CUDA context cannot be forked.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_silently)
+    # Ctrl-C reaches the workers too, also while they import: they are started with it ignored, which they inherit. `submit` starts them.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for done in as_completed([pool.submit(check, seed, cases, number) for number in numbers]):
+        asked = [pool.submit(check, seed, cases, number) for number in numbers]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        for done in as_completed(asked):
             yield done.result()
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()  # one that has not heard of it yet
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
