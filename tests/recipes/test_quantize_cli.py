@@ -82,6 +82,11 @@ def command(*args) -> list[str]:
     return [sys.executable, "-m", "samebits.recipes.cli", *map(str, args)]
 
 
+def hears() -> None:
+    """What a shell runs in the background ignores SIGINT, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def until_shards(process, out: Path, count: int) -> None:
     while process.poll() is None and len(list(out.glob("*.safetensors"))) < count:
         time.sleep(0.002)
@@ -95,7 +100,7 @@ def test_the_command_stopped_and_killed_and_run_again_gives_the_same_bytes(tmp_p
     for count, sign, status in ((1, signal.SIGINT, 1), (4, signal.SIGKILL, -signal.SIGKILL)):
         arguments = command("quantize", source, out, "--workers", "1")
         for _ in range(5):  # on a busy machine it may be ready before it is looked at
-            process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
             until_shards(process, out, count)
             process.send_signal(sign)
             said = process.communicate(timeout=60)[1]
