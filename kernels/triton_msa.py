@@ -26,8 +26,8 @@ SLOT = 9216
 # it works.
 SCORE_PROGRAMS, SCORE_REGISTERS = 32, 128
 # In decode over NVFP4 pages, where as many programs as are resident without that limit have SCORE_LONG blocks each or more, there are
-# exactly so many: those that start late would find the multiprocessors half empty. Swept on an H200 at 32 requests of 131072 tokens, where
-# a program has 21 blocks then: 82.6 us instead of 88.5.
+# exactly so many, and no more registers than that allows: programs that start late would find the multiprocessors half empty. Swept on an
+# H200 at 32 requests of 131072 tokens, where a program has 21 blocks then.
 SCORE_LONG, SCORE_RESIDENT, SCORE_FREE = 8, 12, 168
 SCORE_KEYS = {0: 32, 1: 64, 2: 64}  # keys of a tile, by format
 SCORE_TOKENS = 8  # query tokens of a program at most
@@ -81,18 +81,16 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
     form = FORMATS[data.dtype]
     together = min(SCORE_TOKENS, triton.next_power_of_2(batch.most))
     tiles = triton.cdiv(batch.most, together)
-    columns, registers = max(8, together * groups), None
+    columns = max(8, together * groups)
     if programs is None:
-        programs = SCORE_PROGRAMS * _multiprocessors(index_q.device)
-        resident = SCORE_RESIDENT * _multiprocessors(index_q.device)
-        if form == 2 and columns == 8 and requests * tiles * blocks >= SCORE_LONG * resident:
-            programs, registers = resident, SCORE_FREE
+        programs = _score_programs(requests * tiles * blocks, form == 2 and columns == 8, _multiprocessors(index_q.device))
     splits = max(1, min(blocks, programs // (requests * tiles)))
     # Even shares: with 1024 blocks over 700 programs half would do two blocks and half one.
     share = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, share)
-    if form == 2 and share < SCORE_LONG:
-        registers = SCORE_REGISTERS
+    registers = None
+    if form == 2:
+        registers = SCORE_REGISTERS if share < SCORE_LONG else SCORE_FREE if columns == 8 else None
     paged = isinstance(keys, Pages)
     with torch.cuda.device(index_q.device) if index_q.is_cuda else _Nothing():
         score_kernel[(splits, requests, tiles)](
@@ -120,6 +118,12 @@ def index_scores(index_q: Tensor, keys: Pages | Packed, batch: Batch, programs: 
             **nvidia_options(maxnreg=registers, launch_pdl=EARLY and index_q.is_cuda),
         )
     return scores
+
+
+def _score_programs(blocks: int, decode: bool, multiprocessors: int) -> int:
+    """Programs for the scores of so many blocks, over all requests. decode: NVFP4 pages, few query tokens a request."""
+    resident = SCORE_RESIDENT * multiprocessors
+    return resident if decode and blocks >= SCORE_LONG * resident else SCORE_PROGRAMS * multiprocessors
 
 
 def choose(scores: Tensor, position: Tensor, config: SparseConfig, out: Tensor) -> None:

@@ -6,7 +6,6 @@ The engine core is a process of its own, as in a job. Prints one JSON object of 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to impo
 from samebits.quant.adapter import Manifest
 from samebits.quant.profile import get_profile
 from samebits.rollout.server import SamebitsServer
+from tests.support.served import print_seen
 
 from .conftest import PROFILE, RANK, SMALL, adapter, prompt, usual_options
 
@@ -98,11 +98,7 @@ async def see(server: SamebitsServer) -> dict[str, Any]:
 
 async def main(folder: str) -> None:
     """Start, see, end."""
-    server = server_of(folder)
-    try:
-        print(json.dumps(await see(server)))
-    finally:
-        server.engine.shutdown()
+    await print_seen(server_of(folder), see)
 
 
 if __name__ == "__main__":

